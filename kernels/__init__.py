@@ -1,10 +1,10 @@
 """The ops of a model on one device. Each has a contract, a reference in plain torch, and versions for the backends."""
 
 from .adjust_logits import LogitAdjustments
-from .backend import Backend
+from .backend import UNQUANTIZED, Backend
 from .copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from .embedding import Embedding
-from .linear import Linear, prefers_whole_native
+from .linear import GATED, HEAD, PLAIN, Linear, Use, is_compiled_whole
 from .linear_int4 import Int4Weight
 from .linear_quantized import has_native_int8_weight
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
@@ -23,7 +23,11 @@ from .row_sampling import (
 from .sample import Draws
 
 __all__ = [
+    "GATED",
+    "HEAD",
     "MAX_TOP_LOGPROBS",
+    "PLAIN",
+    "UNQUANTIZED",
     "AttentionPlan",
     "Backend",
     "Draws",
@@ -37,6 +41,7 @@ __all__ = [
     "Recording",
     "SampledRows",
     "SamplingRows",
+    "Use",
     "Verified",
     "allocate_rows",
     "allocate_sampled",
@@ -45,10 +50,10 @@ __all__ = [
     "has_native",
     "has_native_int8_weight",
     "instruction_set",
+    "is_compiled_whole",
     "keep_freed_memory",
     "load_backend",
     "load_blocks",
-    "prefers_whole_native",
     "save_blocks",
     "set_num_threads",
 ]

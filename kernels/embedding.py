@@ -55,6 +55,6 @@ class _Rows:
         return out
 
 
-def embedding_int8_native(weight: Tensor, head: Linear | None) -> Embedding:
-    """`embedding_int8` that reads the head's packed weight; a table that is not tied is not quantized."""
+def embedding_native(weight: Tensor, head: Linear | None) -> Embedding:
+    """`embedding_wide`, or `embedding_int8` by reading the packed weight of a tied head in int8."""
     return _Rows(head) if isinstance(head, NativeInt8) else embedding_wide(weight, head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,41 @@ class Linear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """What a product is for.
+
+    is_gated          it multiplies silu(gate) · up, and takes rows [2 * in], as `silu_and_mul` does
+    is_head           it computes logits, which may be float32 whatever the dtype of x
+    is_deterministic  the order of a row's sums must not depend on the number of rows
+    """
+
+    is_gated: bool = False
+    is_head: bool = False
+    is_deterministic: bool = False
+
+
+PLAIN, GATED, HEAD = Use(), Use(is_gated=True), Use(is_head=True)
+
+
+class LinearMaker(Protocol):
+    """Makes a product with a fixed weight in one format. Its reference is the function of that format in kernels/.
+
+    weight  [out, in]: a Tensor, or an Int4Weight if the format is int4; the caller keeps no reference to it, so that
+            another layout may replace it
+    bias    [out] or None
+    """
+
+    def __call__(self, weight: Any, bias: Tensor | None, use: Use = PLAIN, /) -> Linear: ...
+
+
+@dataclass(frozen=True, slots=True)
 class _Plain:
     weight: Tensor
     bias: Tensor | None
+    is_gated: bool
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(silu_and_mul(x) if self.is_gated else x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +67,10 @@ class _Packed:
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
+    gate: Callable[[Tensor], Tensor] | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
+        x = x if self.gate is None else self.gate(x)
         spare = _padded(len(x)) - len(x)
         rows = functional.pad(x, (0, 0, 0, spare)) if spare else x
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -58,54 +89,32 @@ def _padded(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Make a product with a fixed weight.
-
-    weight  [out, in]; the caller keeps no reference to it, so that another layout may replace it
-    bias    [out] or None
-    """
-    return _Plain(weight, bias)
+def linear(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    """Make a product with an unquantized weight."""
+    return _Plain(weight, bias, use.is_gated)
 
 
-def linear_cpu(weight: Tensor, bias: Tensor | None) -> Linear:
+def linear_cpu(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with the weight laid out in oneDNN's blocks once, instead of at every call.
 
     In float32 if oneDNN has no fast product in the weight's dtype: torch's own takes up to forty times as long. A row's
     result is the same to the last bit in any batch.
     """
+    return _packed(weight, bias, silu_and_mul_cpu if use.is_gated else None)
+
+
+def _packed(weight: Tensor, bias: Tensor | None, gate: Callable[[Tensor], Tensor] | None) -> Linear:
     is_fast = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     dtype = torch.bfloat16 if is_fast else torch.float32
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), None)
-    return _Packed(packed, None if bias is None else bias.to(dtype), dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Gated:
-    gate: Callable[[Tensor], Tensor]
-    linear: Linear
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return self.linear(self.gate(x))
-
-
-def gated_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear` of silu(gate) · up; takes [rows, 2 * in], as `silu_and_mul` does."""
-    return _Gated(silu_and_mul, linear(weight, bias))
-
-
-def gated_linear_cpu(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _Gated(silu_and_mul_cpu, linear_cpu(weight, bias))
-
-
-def gated_linear_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _Gated(silu_and_mul_native, linear_cpu(weight, bias))
+    return _Packed(packed, None if bias is None else bias.to(dtype), dtype, gate)
 
 
 class NativeLinear:
     """A product by compiled code, with a packed weight. A row's result is the same to the last bit in any batch.
 
-    multiply   takes the addresses of x, of the packed weight's parts, of the bias and of the output
-    out_dtype  the product's dtype; None: x's
+    multiply  takes the addresses of x, of the packed weight's parts, of the bias and of the output
+    use       the product of a head is float32, every other one has x's dtype
     """
 
     def __init__(
@@ -114,55 +123,44 @@ class NativeLinear:
         out_size: int,
         packed: tuple[Tensor, ...],
         bias: Tensor | None,
-        is_gated: bool,
+        use: Use,
         multiply: Callable[..., None],
-        out_dtype: torch.dtype | None = None,
     ) -> None:
         self.in_size, self.packed = in_size, packed
         self._out_size, self._bias = out_size, bias
         self._addresses = *(part.data_ptr() for part in packed), 0 if bias is None else bias.data_ptr()
-        self._is_gated = is_gated
+        self._use = use
         self._multiply = multiply
-        self._out_dtype = out_dtype
 
     def __call__(self, x: Tensor, /) -> Tensor:
         assert takes(x)
         rows, width = x.shape
-        assert width == self.in_size * (2 if self._is_gated else 1)
-        dtype = self._out_dtype or x.dtype
+        assert width == self.in_size * (2 if self._use.is_gated else 1)
+        dtype = torch.float32 if self._use.is_head else x.dtype
         out = empty(rows, self._out_size, dtype=dtype)
         addresses = x.data_ptr(), *self._addresses, out.data_ptr()
         sizes = rows, self.in_size, self._out_size
-        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, self._is_gated)
+        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, self._use.is_gated)
         return out
 
 
-def prefers_whole_native() -> bool:
-    """Whether `linear_whole_native` is faster than torch on this processor."""
-    return native is not None and native.instruction_set() not in _TORCH_IS_FAST
+def is_compiled_whole(use: Use = PLAIN) -> bool:
+    """Whether `linear_native` multiplies by compiled code: where torch is slow, or the order of its sums varies."""
+    return native is not None and (use.is_deterministic or native.instruction_set() not in _TORCH_IS_FAST)
 
 
-def linear_whole_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear` by compiled code, summed in float32, for processors without AVX-512, where torch is slow."""
-    return _native_whole(weight, bias, is_gated=False) if weight.dtype in DTYPES else linear_cpu(weight, bias)
+def linear_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    """`linear` by compiled code, summed in float32, or by oneDNN where that is faster."""
+    if weight.dtype in DTYPES and is_compiled_whole(use):
+        return linear_whole_native(weight, bias, use)
+    return _packed(weight, bias, silu_and_mul_native if use.is_gated else None)
 
 
-def gated_linear_whole_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _native_whole(weight, bias, is_gated=True) if weight.dtype in DTYPES else gated_linear_native(weight, bias)
-
-
-def head_whole_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    return (
-        _native_whole(weight, bias, is_gated=False, out_dtype=torch.float32)
-        if weight.dtype in DTYPES
-        else linear_cpu(weight, bias)
-    )
-
-
-def _native_whole(weight: Tensor, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None) -> Linear:
+def linear_whole_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    """`linear` by compiled code, of a weight in float32 or bfloat16."""
     assert native is not None
     assert takes(weight)
     out_size, in_size = weight.shape
     packed = torch.empty(-(-out_size // PANEL) * PANEL * in_size, dtype=weight.dtype)
     native.pack_whole(DTYPES[weight.dtype], weight.data_ptr(), packed.data_ptr(), in_size, out_size)
-    return NativeLinear(in_size, out_size, (packed,), bias, is_gated, native.linear_whole, out_dtype)
+    return NativeLinear(in_size, out_size, (packed,), bias, use, native.linear_whole)

@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .linear import Linear, NativeLinear
-from .linear_int8 import (
-    GROUP,
-    gated_linear_int8_native,
-    head_int8_native,
-    linear_int8_native,
-    quantize_rows,
-)
+from .linear import PLAIN, Linear, NativeLinear, Use
+from .linear_int8 import GROUP, linear_int8, linear_int8_native, quantize_rows
 from .native_module import native
 from .silu_and_mul import silu_and_mul
 
@@ -124,43 +118,21 @@ class _Int4:
         return product.to(x.dtype)
 
 
-def linear_int4(weight: Int4Weight, bias: Tensor | None) -> Linear:
-    """`linear` with a weight of 4 bits: sums within a group are exact, and groups are added in float32."""
-    return _Int4(weight, bias, is_gated=False)
+def linear_int4(weight: Tensor | Int4Weight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    """`linear` with a weight of 4 bits: sums within a group are exact, and groups are added in float32.
+
+    A weight that the checkpoint does not hold in 4 bits is multiplied by `linear_int8`.
+    """
+    return _Int4(weight, bias, use.is_gated) if isinstance(weight, Int4Weight) else linear_int8(weight, bias, use)
 
 
-def gated_linear_int4(weight: Int4Weight, bias: Tensor | None) -> Linear:
-    """`gated_linear` with a weight of 4 bits; gated activations are not rounded before they are quantized."""
-    return _Int4(weight, bias, is_gated=True)
-
-
-def linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
-    return (
-        _native_int4(weight, bias, is_gated=False)
-        if isinstance(weight, Int4Weight)
-        else linear_int8_native(weight, bias)
-    )
-
-
-def gated_linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
-    if isinstance(weight, Int4Weight):
-        return _native_int4(weight, bias, is_gated=True)
-    return gated_linear_int8_native(weight, bias)
-
-
-def head_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None) -> Linear:
-    if isinstance(weight, Int4Weight):
-        return _native_int4(weight, bias, is_gated=False, out_dtype=torch.float32)
-    return head_int8_native(weight, bias)
-
-
-def _native_int4(
-    weight: Int4Weight, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None
-) -> Linear:
+def linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    if not isinstance(weight, Int4Weight):
+        return linear_int8_native(weight, bias, use)
     assert native is not None
     out_size, in_size = weight.shape
     parts = weight.values, weight.scales, weight.minimums
     assert all(part.is_contiguous() for part in parts)
     packed = torch.empty(native.int4_bytes(in_size, out_size), dtype=torch.uint8)
     native.pack_int4(*(part.data_ptr() for part in parts), packed.data_ptr(), in_size, out_size)
-    return NativeLinear(in_size, out_size, (packed,), bias, is_gated, native.linear_int4, out_dtype)
+    return NativeLinear(in_size, out_size, (packed,), bias, use, native.linear_int4)

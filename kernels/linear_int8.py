@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .linear import PANEL, Linear, NativeLinear
+from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
 from .native_module import DTYPES, native, takes
 from .silu_and_mul import silu_and_mul
 
@@ -87,39 +87,25 @@ class _Int8:
         return product.to(x.dtype)
 
 
-def linear_int8(weight: Tensor, bias: Tensor | None, limits_pairs: bool = False) -> Linear:
-    """`linear` in int8: sums within a group are exact, and groups are added in float32, in order."""
-    return _Int8(*quantize_weight(weight, limits_pairs), bias, is_gated=False)
+def linear_int8(weight: Tensor, bias: Tensor | None, use: Use = PLAIN, limits_pairs: bool = False) -> Linear:
+    """`linear` in int8: sums within a group are exact, and groups are added in float32, in order.
 
-
-def gated_linear_int8(weight: Tensor, bias: Tensor | None, limits_pairs: bool = False) -> Linear:
-    """`gated_linear` in int8; gated activations are not rounded before they are quantized."""
-    return _Int8(*quantize_weight(weight, limits_pairs), bias, is_gated=True)
+    Gated activations are not rounded before they are quantized.
+    """
+    return _Int8(*quantize_weight(weight, limits_pairs), bias, use.is_gated)
 
 
 class NativeInt8(NativeLinear):
     """`linear_int8` by compiled code; `packed` holds the values in panels, then their scales and sums."""
 
 
-def linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _native_int8(weight, bias, is_gated=False)
-
-
-def gated_linear_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _native_int8(weight, bias, is_gated=True)
-
-
-def head_int8_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _native_int8(weight, bias, is_gated=False, out_dtype=torch.float32)
-
-
-def _native_int8(weight: Tensor, bias: Tensor | None, is_gated: bool, out_dtype: torch.dtype | None = None) -> Linear:
+def linear_int8_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     assert native is not None
     out_size, in_size = weight.shape
     panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
     numbers = 3 if native.pairs_are_limited() else 2  # a group's scales, and its sum
     packed = pack_int8(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * numbers * PANEL)
-    return NativeInt8(in_size, out_size, packed, bias, is_gated, native.linear_int8, out_dtype)
+    return NativeInt8(in_size, out_size, packed, bias, use, native.linear_int8)
 
 
 def pack_int8(weight: Tensor, pack: Callable[..., None], num_values: int, num_scales: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .linear import PANEL, Linear, NativeLinear
+from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
 from .linear_int8 import pack_int8
 from .native_module import native
 from .silu_and_mul import silu_and_mul
@@ -62,22 +62,14 @@ class _Quantized:
         return functional.linear(x.float(), self.values.float() * self.scales[:, None], bias).to(x.dtype)
 
 
-def linear_int8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
+def linear_int8_weight(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with a weight in int8, summed in float32."""
-    return _Quantized(*quantize_to_int8(weight), bias, is_gated=False)
+    return _Quantized(*quantize_to_int8(weight), bias, use.is_gated)
 
 
-def gated_linear_int8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _Quantized(*quantize_to_int8(weight), bias, is_gated=True)
-
-
-def linear_fp8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
+def linear_fp8_weight(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with a weight in float8, summed in float32."""
-    return _Quantized(*quantize_to_fp8(weight), bias, is_gated=False)
-
-
-def gated_linear_fp8_weight(weight: Tensor, bias: Tensor | None) -> Linear:
-    return _Quantized(*quantize_to_fp8(weight), bias, is_gated=True)
+    return _Quantized(*quantize_to_fp8(weight), bias, use.is_gated)
 
 
 def has_native_int8_weight() -> bool:
@@ -85,19 +77,13 @@ def has_native_int8_weight() -> bool:
     return native is not None and native.instruction_set() == "amx"
 
 
-def linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear_int8_weight` by the matrix unit of AMX: activations are rounded to bfloat16, sums are float32."""
-    return _native_int8_weight(weight, bias, is_gated=False)
+def linear_int8_weight_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    """`linear_int8_weight` by the matrix unit of AMX: activations are rounded to bfloat16, sums are float32.
 
-
-def gated_linear_int8_weight_native(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated_linear_int8_weight` by the matrix unit of AMX; gated activations are rounded once."""
-    return _native_int8_weight(weight, bias, is_gated=True)
-
-
-def _native_int8_weight(weight: Tensor, bias: Tensor | None, is_gated: bool) -> Linear:
+    Gated activations are rounded once. A product has x's dtype, a head's too.
+    """
     assert native is not None
     out_size, in_size = weight.shape
     panels, depth = -(-out_size // PANEL), -(-in_size // DEPTH) * DEPTH
     packed = pack_int8(weight, native.pack_int8_weight, panels * depth * PANEL, panels * PANEL)
-    return NativeLinear(in_size, out_size, packed, bias, is_gated, native.linear_int8_weight)
+    return NativeLinear(in_size, out_size, packed, bias, Use(use.is_gated), native.linear_int8_weight)

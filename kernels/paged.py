@@ -84,6 +84,7 @@ class AttentionPlan:
     context_len     [num_seqs] int32, tokens in the cache once this step's are stored; the queries are the last of them
     block_table     [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are not used
     sliding_window  the most tokens that a query sees, its own included; None: all
+    one_order       a query's sums have the same order in every plan that contains it
     rows            [num_seqs] int32, each sequence's row of `block_table`, which may have more rows; None: sequence i
                     has row i. A sequence with context 0 is padding: its row is -1, and its query is ignored
     num_decodes     the first `num_decodes` sequences have one query each
@@ -96,6 +97,7 @@ class AttentionPlan:
     context_len: Tensor
     block_table: Tensor
     sliding_window: int | None
+    one_order: bool = False
     rows: Tensor | None = None
     num_decodes: int = 0
     arrivals: Tensor | None = None

@@ -29,11 +29,17 @@ HEAD_DIMS = frozenset((16, 32, 64, 80, 96, 128, 256))
 
 
 def plan_attention(
-    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+    query_start: np.ndarray,
+    context_len: np.ndarray,
+    block_table: np.ndarray,
+    kv: PagedKV,
+    sliding_window: int | None,
+    one_order: bool = False,
 ) -> AttentionPlan:
     """Plan one step's attention from host arrays (int32; shapes as in AttentionPlan), which are copied.
 
-    kv  any layer's pages, for their shape, dtype and device
+    kv         any layer's pages, for their shape, dtype and device
+    one_order  a query's sums must have the same order in every batch, chunk and step
     """
     return AttentionPlan(
         query_start=torch.tensor(query_start, device=kv.device),
@@ -97,7 +103,12 @@ def visible(num_queries: int, context_len: int, sliding_window: int | None, firs
 
 
 def plan_attention_cpu(
-    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+    query_start: np.ndarray,
+    context_len: np.ndarray,
+    block_table: np.ndarray,
+    kv: PagedKV,
+    sliding_window: int | None,
+    one_order: bool = False,
 ) -> AttentionPlan:
     """`plan_attention` with the slots to gather, their masks, and buffers to gather them into."""
     query_len = np.diff(query_start)
@@ -203,10 +214,22 @@ def is_read_in_place(kv: PagedKV) -> bool:
 
 
 def plan_attention_native(
-    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+    query_start: np.ndarray,
+    context_len: np.ndarray,
+    block_table: np.ndarray,
+    kv: PagedKV,
+    sliding_window: int | None,
+    one_order: bool = False,
 ) -> AttentionPlan:
-    """`plan_attention` without copies: the plan holds views of the arrays, whose last dimension must be contiguous."""
-    if not is_read_in_place(kv):
+    """`plan_attention` without copies: the plan holds views of the arrays, whose last dimension must be contiguous.
+
+    With `one_order` chunks are cut, so that every query is attended in the order of a decode's sums. Compiled code must
+    support the pages then: `is_read_in_place`.
+    """
+    if one_order:
+        assert is_read_in_place(kv)
+        query_start, context_len, block_table = _cut_chunks(query_start, context_len, block_table)
+    elif not is_read_in_place(kv):
         return plan_attention_cpu(query_start, context_len, block_table, kv, sliding_window)
     return AttentionPlan(
         query_start=torch.from_numpy(query_start),
@@ -216,25 +239,20 @@ def plan_attention_native(
     )
 
 
-def plan_attention_one_order(
-    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
-) -> AttentionPlan:
-    """`plan_attention_native` that cuts chunks, so that every query is attended in the order of a decode's sums.
-
-    Compiled code must support the pages: `is_read_in_place`.
-    """
+def _cut_chunks(
+    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same queries in chunks so short that compiled code attends each query as it attends a decode."""
     assert native is not None
-    assert is_read_in_place(kv)
     most = native.FEW_QUERIES
     num_parts = -(-np.diff(query_start) // most)
-    if (num_parts > 1).any():
-        seq = np.repeat(np.arange(len(num_parts)), num_parts)
-        number = np.arange(len(seq)) - (np.cumsum(num_parts) - num_parts)[seq]  # of a part in its chunk
-        first, end = query_start[seq] + number * most, query_start[seq + 1]
-        context_len = (context_len[seq] - (end - np.minimum(first + most, end))).astype(np.int32)
-        query_start = np.append(first, query_start[-1]).astype(np.int32)
-        block_table = block_table[seq]
-    return plan_attention_native(query_start, context_len, block_table, kv, sliding_window)
+    if not (num_parts > 1).any():
+        return query_start, context_len, block_table
+    seq = np.repeat(np.arange(len(num_parts)), num_parts)
+    number = np.arange(len(seq)) - (np.cumsum(num_parts) - num_parts)[seq]  # of a part in its chunk
+    first, end = query_start[seq] + number * most, query_start[seq + 1]
+    context_len = (context_len[seq] - (end - np.minimum(first + most, end))).astype(np.int32)
+    return np.append(first, query_start[-1]).astype(np.int32), context_len, block_table[seq]
 
 
 def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from .backend import BACKENDS, Backend
+from dataclasses import replace
 
-TRITON_BACKENDS = tuple(  # names alone, since most machines cannot import them
-    f"triton{weights}{order}" for order in ("", "-deterministic") for weights in ("", "-int8", "-fp8")
-)
+from .backend import CPU, NATIVE, REFERENCE, UNQUANTIZED, Backend
+
+BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, NATIVE)}
 
 
-def load_backend(name: str) -> Backend:
-    """Return a backend. Raises ValueError for an unknown name, ImportError for a Triton backend without Triton.
+def load_backend(name: str, weights: str = UNQUANTIZED, is_deterministic: bool = False) -> Backend:
+    """Return a backend whose weights have this format. Raises ImportError for `triton` where that is not installed.
 
-    reference           plain torch, on any device
-    cpu                 torch's own fused and packed operations
-    native              compiled code for everything except products
-    native-whole        the same, and products with unquantized weights
-    native-int8         the same, and products in int8
-    native-int8-weight  the same, and products of int8 weights in bfloat16; only if `has_native_int8_weight()`
-    native-int4         the same, and products with 4-bit weights where the checkpoint has them, in int8 elsewhere
-    triton              kernels for a GPU; triton-int8 and triton-fp8 have weights of that type
-    …-deterministic     native-whole, -int8 or -int4, or any of a GPU, whose logits depend on nothing but a sequence's
-                        own tokens
+    reference  plain torch, on any device
+    cpu        torch's own fused and packed operations
+    native     compiled code, and torch's products where those are faster; it needs `has_native()`, and
+               `has_native_int8_weight()` for that format
+    triton     kernels for a GPU
 
-    The native backends need `has_native()`.
+    Raises ValueError for an unknown name, or for a format that the backend has no products for.
     """
-    if name in TRITON_BACKENDS:
-        from .triton import backend as triton  # a machine without a GPU never loads Triton
-
-        return triton.BACKENDS[name]
-    if name not in BACKENDS:
-        raise ValueError(f"no kernel backend is called {name!r}; known: {', '.join((*BACKENDS, *TRITON_BACKENDS))}")
-    return BACKENDS[name]
+    if name == "triton":
+        from .triton.backend import TRITON as backend  # a machine without a GPU never loads Triton
+    elif name in BACKENDS:
+        backend = BACKENDS[name]
+    else:
+        raise ValueError(f"no kernel backend is called {name!r}; known: {', '.join((*BACKENDS, 'triton'))}")
+    if weights not in backend.makers:
+        raise ValueError(f"{name} has no products of weights in {weights!r}; known: {', '.join(backend.makers)}")
+    return replace(backend, weights=weights, is_deterministic=is_deterministic)

@@ -89,7 +89,7 @@ def simulated_card() -> Iterator[None]:
     with device.in_place_of_cuda(patch), patch.context() as patched:
         patched.setattr(threading.Thread, "start", start_with_card)
         patched.setattr(breakdown, "profile", profile)
-        patched.setattr(loaded_model, "load_backend", lambda name: reference)
+        patched.setattr(loaded_model, "load_backend", lambda *_: reference)
         for name, value in (("MIN_CALLS", 1), ("REPLAYS", 1), ("WARM_UP_S", 0.0)):
             patched.setattr(timing, name, value)
         yield

@@ -12,14 +12,13 @@ from torch.nn import functional
 
 from bench.gpu.attention import TINY
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
-from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear import LinearMaker
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.rms_norm import rms_norm
 from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
 from pagoda_server.kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_pages
-from pagoda_server.kernels.triton.linear import linear_triton
-from pagoda_server.kernels.triton.linear_quantized import linear_fp8_weight_triton, linear_int8_weight_triton
+from pagoda_server.kernels.triton.linear import linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
@@ -164,7 +163,7 @@ def _projection(
     case: str,
     size: tuple[int, int],
     count: int,
-    prepare: Callable[[Tensor, Tensor | None], Linear],
+    prepare: LinearMaker,
     weight_bytes: float,
     tolerance: float,
     bench: Bench,

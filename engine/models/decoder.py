@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ...kernels import AttentionPlan, Backend, HeadNorms, PagedKV
+from ...kernels import GATED, AttentionPlan, Backend, HeadNorms, PagedKV
 from .config import ConfigFile, ModelConfig
 from .rope import Rope
 from .weights import Weights
@@ -128,7 +128,7 @@ class GatedMLP:
     def __init__(self, weights: Weights, at: str, config: ModelConfig) -> None:
         hidden, ffn = config.hidden_size, config.ffn_size
         self._gate_up = weights.linear({f"{at}.gate_proj": ffn, f"{at}.up_proj": ffn}, hidden, config.mlp_bias)
-        self._down = weights.gated_linear({f"{at}.down_proj": hidden}, ffn, config.mlp_bias)
+        self._down = weights.linear({f"{at}.down_proj": hidden}, ffn, config.mlp_bias, GATED)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""

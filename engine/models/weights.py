@@ -18,7 +18,7 @@ from torch import Tensor
 from ...checkpoints.folder import quoted, read_json_object
 from ...checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
 from ...checkpoints.progress import Progress, no_progress
-from ...kernels import Backend, Int4Weight, Linear
+from ...kernels import HEAD, PLAIN, Backend, Int4Weight, Linear, Use
 from ..core.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -127,18 +127,12 @@ class Weights:
         """The weight of a norm, [size]."""
         return self._filled(self._empty(size), {f"{name}.weight": size})
 
-    def linear(self, rows: Mapping[str, int], in_size: int, has_bias: bool = False) -> Linear:
+    def linear(self, rows: Mapping[str, int], in_size: int, has_bias: bool = False, use: Use = PLAIN) -> Linear:
         """One product in place of several with the same input.
 
         rows  the products by name, with the size of each one's output; they are stacked in this order
         """
-        weight, bias = self._stacked(rows, in_size), self._bias(rows, has_bias)
-        return self.ops.linear(weight, bias)
-
-    def gated_linear(self, rows: Mapping[str, int], in_size: int, has_bias: bool = False) -> Linear:
-        """`linear` of silu(first half of a row) · second half."""
-        weight, bias = self._stacked(rows, in_size), self._bias(rows, has_bias)
-        return self.ops.gated_linear(weight, bias)
+        return self.ops.linear(self._stacked(rows, in_size), self._bias(rows, has_bias), use)
 
     def whole(self, name: str, out_size: int, in_size: int) -> Tensor:
         """A matrix [out_size, in_size], never in 4 bits."""
@@ -146,14 +140,14 @@ class Weights:
 
     def head(self, name: str, vocab_size: int, hidden_size: int, tied_to: Tensor | None) -> Linear:
         """The product that gives the logits. With `tied_to` its weight is that matrix, and `name` is not read."""
-        make = self.ops.head or self.ops.linear
-        return make(self._stacked({name: vocab_size}, hidden_size) if tied_to is None else tied_to, None)
+        weight = self._stacked({name: vocab_size}, hidden_size) if tied_to is None else tied_to
+        return self.ops.linear(weight, None, HEAD)
 
     def _stacked(self, rows: Mapping[str, int], in_size: int) -> Weight:
-        """In 4 bits if the backend takes that and all rows are."""
+        """In 4 bits if that is the format of weights and all rows are."""
         names = {f"{name}.weight": size for name, size in rows.items()}
         out_size = sum(rows.values())
-        if self.ops.takes_int4 and names.keys() <= self._tensors.in_4_bits:
+        if self.ops.weights == "int4" and names.keys() <= self._tensors.in_4_bits:
             if in_size % GROUP_SIZE:
                 raise ConfigError(
                     f"tensor {next(iter(names))} is in 4 bits, of which {GROUP_SIZE} inputs share a scale, but"

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from ...checkpoints.progress import Progress, no_progress
 from ...kernels import (
+    UNQUANTIZED,
     Backend,
     PagedKV,
     has_native,
     has_native_int8_weight,
     instruction_set,
     load_backend,
-    prefers_whole_native,
 )
 from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
@@ -26,6 +27,8 @@ from ..models import Decoder, load_model, read_config
 from ..models.decoder import EMBEDDING
 from ..models.weights import Checkpoint
 from .runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
+
+Kernels: TypeAlias = tuple[str, str]  # the name of a backend, and the format of its weights
 
 DEFAULT_CPU_BYTES = 500_000_000  # of a KV cache
 
@@ -59,7 +62,7 @@ class LoadedModel:
             architecture=config.family,
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
-            kernel_backend=self.ops.name,
+            kernel_backend=str(self.ops),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             max_model_len=longest_cached(self.longest, num_blocks * self.spec.block_size, wanted_len),
@@ -83,10 +86,10 @@ class LoadedModel:
 
 
 def load_for_serving(
-    config: EngineConfig, device: torch.device, progress: Progress = no_progress, backend: str | None = None
+    config: EngineConfig, device: torch.device, progress: Progress = no_progress, backend: Kernels | None = None
 ) -> LoadedModel:
     """
-    backend  the name of a kernel backend; None: the best for this device
+    backend  the kernels to use; None: the best for this device
 
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
@@ -95,9 +98,11 @@ def load_for_serving(
     with enough_memory("the weights", "--quantization"):  # it maps them
         dtype = choose_dtype(config.dtype, folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
-    ops = load_backend(
-        backend or choose_backend(device, dtype, config.quantization, model.has_int4_weights, config.deterministic)
-    )
+    if backend is None:
+        backend = choose_backend(
+            device, dtype, config.quantization, model.has_int4_weights, is_deterministic=config.deterministic
+        )
+    ops = load_backend(*backend, config.deterministic)
     with enough_memory("the weights", "--quantization"):
         loaded = load_model(folder, ops, device, dtype, progress)
         if ops.looks_up_rotations:
@@ -154,58 +159,41 @@ def choose_backend(
     quantization: Quantization,
     has_int4_weights: bool = False,
     is_deterministic: bool = False,
-) -> str:
-    """The name of the fastest kernel backend. Raises ConfigError if none computes with these settings.
-
-    is_deterministic  only a backend whose `is_deterministic` holds
-    """
+) -> Kernels:
+    """The fastest kernel backend and format of weights. Raises ConfigError if none computes with these settings."""
     if device.type == "cpu":
-        choose = _choose_deterministic_cpu_backend if is_deterministic else _choose_cpu_backend
-        return choose(dtype, quantization, has_int4_weights)
+        return _choose_cpu_backend(dtype, quantization, has_int4_weights, is_deterministic)
     if quantization == "fp8":
         check_fp8("--quantization", device)
     if quantization == "int4":
         raise ConfigError(f"--quantization int4: there are kernels for it on a CPU only, not on {device}")
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
-    weights = "" if quantization in ("auto", "none") else f"-{quantization}"
-    return f"triton{weights}-deterministic" if is_deterministic else f"triton{weights}"
+    return "triton", {"int8": "int8-weight", "fp8": "fp8"}.get(quantization, UNQUANTIZED)
 
 
 def _choose_cpu_backend(
-    dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, may_use_amx: bool = True
-) -> str:
-    uses_amx = may_use_amx and has_native_int8_weight()
+    dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, is_deterministic: bool
+) -> Kernels:
+    if is_deterministic and dtype == torch.float16:
+        raise ConfigError("--deterministic: the model can be in bfloat16 or float32, not in float16")
+    if is_deterministic and not has_native():
+        raise ConfigError("--deterministic needs Pagoda installed where there is a C++ compiler")
+    uses_amx = has_native_int8_weight() and not is_deterministic  # the order of its sums depends on the rows
     if quantization == "fp8":
         check_fp8("--quantization", torch.device("cpu"))
     if quantization == "auto":
         quantization = _best_quantization(dtype, has_int4_weights, uses_amx)
-    if quantization in ("int8", "int4"):
-        if dtype == torch.float16:
-            raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
-        if not has_native():
-            raise ConfigError(f"--quantization {quantization} needs Pagoda installed where there is a C++ compiler")
-    if quantization == "int4":
-        if not has_int4_weights:
-            raise ConfigError(
-                "--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are"
-            )
-        return "native-int4"
-    if quantization == "int8":  # activations stay in bfloat16 if products of bfloat16 are as fast as those of int8
-        return "native-int8-weight" if uses_amx else "native-int8"
-    if not has_native():
-        return "cpu"
-    return "native-whole" if prefers_whole_native() else "native"
-
-
-def _choose_deterministic_cpu_backend(dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool) -> str:
+    if quantization == "none":
+        return "native" if has_native() else "cpu", UNQUANTIZED
     if dtype == torch.float16:
-        raise ConfigError("--deterministic: the model can be in bfloat16 or float32, not in float16")
+        raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
     if not has_native():
-        raise ConfigError("--deterministic needs Pagoda installed where there is a C++ compiler")
-    chosen = _choose_cpu_backend(dtype, quantization, has_int4_weights, may_use_amx=False)
-    # The order of oneDNN's sums is not ours to choose.
-    return "native-whole-deterministic" if chosen == "native" else f"{chosen}-deterministic"
+        raise ConfigError(f"--quantization {quantization} needs Pagoda installed where there is a C++ compiler")
+    if quantization == "int4" and not has_int4_weights:
+        raise ConfigError("--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are")
+    # Activations stay in bfloat16 if products of bfloat16 are as fast as those of int8.
+    return "native", "int8-weight" if quantization == "int8" and uses_amx else quantization
 
 
 def _best_quantization(dtype: torch.dtype, has_int4_weights: bool, uses_amx: bool) -> Quantization:

@@ -1,64 +1,140 @@
-"""Products with unquantized weights on a GPU: by torch, or by our kernel where measurements found it faster."""
+"""Products on a GPU, of weights as they are, in int8 or in float8.
+
+A kernel of ours multiplies few rows, by default only those of quantized weights, which it widens in registers on their
+way to the tensor cores. The library multiplies many rows, from a widened copy of a quantized weight. Measurements of a
+GPU, where there is a table of them, replace the defaults.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 
-from ..linear import Linear
+from ..linear import PLAIN, Linear, Use
+from ..linear_quantized import quantize_to_fp8, quantize_to_int8
+from .configs import num_processors
+from .linear_dequantized import multiply_dequantized
+from .linear_fixed import FixedLinear
 from .product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
 from .silu_and_mul import silu_and_mul_triton
 
-MOST_ROWS = 64  # with more, arithmetic limits a product, and the library's is optimized
+FP8_CAPABILITY = (8, 9)
+
+# Rows that our kernel multiplies by default. It is an estimate for an H100, until a GPU's table replaces it:
+# - Our kernel takes 0.0067 ps for an element of the weight and a row, at 300 TFLOP/s. In a tile of 128 × 128 × 64 the
+#   tensor cores work for 512 cycles, and a scheduler issues 608 instructions, hardly overlapped: 450 TFLOP/s at best.
+# - A copy of the element takes 1 ps at 3 TB/s, one byte read and two written. The library then takes 0.0029 ps a row,
+#   at 700 TFLOP/s.
+# Both take the same time at 260 rows. If our kernel reached 400 TFLOP/s, they would at 470.
+KERNEL_ROWS = 256
+FUSED_ROWS = 16  # every program computes the gates of its rows; with more rows, computing them once is faster
+PROGRAMS_PER_PROCESSOR = 2
+FEWEST_TILES = 4  # of a split, so that loads are in flight while it multiplies
+MOST_SPLITS = 8  # each writes its sums in float32, which are read again
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
+    op: str
     weight: Weight
     bias: Tensor | None
+    default: DefaultConfig
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        if len(x) <= MOST_ROWS:
-            config = choose("linear", x, self.weight, library)
-            if config != NO_KERNEL:
-                return multiply(x, self.weight, self.bias, config)
-        return functional.linear(x, self.weight.values, self.bias)
+        config = choose(self.op, x, self.weight, self.default)
+        if config != NO_KERNEL:
+            return multiply(x, self.weight, self.bias, config)
+        if self.weight.scales is None:
+            return functional.linear(x, self.weight.values, self.bias)
+        return multiply_dequantized(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
-class GatedLinear:
-    """`linear` of silu(gate) · up. If `op` has a configuration, one kernel computes the gate as it reads the rows.
+class _GatedLinear:
+    """The product of silu(gate) · up. With a configuration, one kernel computes the gate as it reads the rows."""
 
-    linear  the product with `weight` and `bias`, used without a configuration
+    linear: _Linear
+    default: DefaultConfig
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        linear = self.linear
+        config = choose(f"gated_{linear.op}", x, linear.weight, self.default)
+        if config != NO_KERNEL:
+            return multiply(x, linear.weight, linear.bias, config, is_gated=True)
+        return linear(silu_and_mul_triton(x))
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes the products of a format.
+
+    op                      its name in the tables of configurations
+    prepare                 quantizes a weight, or leaves it as it is
+    default, default_gated  choose a configuration where nothing was measured
     """
 
     op: str
-    linear: Linear
-    weight: Weight
-    bias: Tensor | None
-    default_config: DefaultConfig
+    prepare: Callable[[Tensor], Weight]
+    default: DefaultConfig
+    default_gated: DefaultConfig
 
-    def __call__(self, x: Tensor, /) -> Tensor:
-        if len(x) <= MOST_ROWS:
-            config = choose(self.op, x, self.weight, self.default_config)
-            if config != NO_KERNEL:
-                return multiply(x, self.weight, self.bias, config, is_gated=True)
-        return self.linear(silu_and_mul_triton(x))
+    def __call__(self, weight: Tensor, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
+        prepared = self.prepare(weight)
+        if use.is_deterministic:
+            return FixedLinear(prepared, bias, use.is_gated)
+        linear = _Linear(self.op, prepared, bias, self.default)
+        return _GatedLinear(linear, self.default_gated) if use.is_gated else linear
 
 
 def library(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
-    """The default: use the library, which our kernel replaces only where it was measured to be faster."""
+    """Use the library, which our kernel replaces only where it was measured to be faster."""
     return NO_KERNEL
 
 
-def linear_triton(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear` by torch, unless this GPU's table has a configuration for the number of rows and the weight."""
-    return _Linear(Weight(weight), bias)
+def default_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    """Our kernel for few rows, the library for many."""
+    return kernel_config(rows, sizes, device) if rows <= KERNEL_ROWS else NO_KERNEL
 
 
-def gated_linear_triton(weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated_linear`, in one kernel if this GPU's table has a configuration for it."""
-    return GatedLinear("gated_linear", linear_triton(weight, bias), Weight(weight), bias, library)
+def kernel_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    """Choose tiles by the number of rows, and splits so that every processor has programs."""
+    out_size, in_size = sizes
+    if rows <= 32:
+        inputs = 128 if in_size % 128 == 0 else 64
+        tile = Config(rows=max(rows, 16), outputs=64, inputs=inputs, splits=1, num_warps=4, num_stages=4)
+    elif rows == 64:
+        tile = Config(rows=64, outputs=128, inputs=64, splits=1, num_warps=8, num_stages=4)
+    else:
+        tile = Config(rows=128, outputs=128, inputs=64, splits=1, num_warps=8, num_stages=3)
+    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outputs)
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // programs
+    splits = min(wanted, in_size // tile.inputs // FEWEST_TILES, MOST_SPLITS)
+    return replace(tile, splits=max(splits, 1))
+
+
+def default_gated_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    return default_config(rows, sizes, device) if rows <= FUSED_ROWS else NO_KERNEL
+
+
+def to_int8(weight: Tensor) -> Weight:
+    return Weight(*quantize_to_int8(weight))
+
+
+def to_fp8(weight: Tensor) -> Weight:
+    """Raises ValueError on a GPU without float8."""
+    if weight.is_cuda and (capability := torch.cuda.get_device_capability(weight.device)) < FP8_CAPABILITY:
+        raise ValueError(
+            "--quantization fp8 needs a GPU of compute capability 8.9 or higher; this one has "
+            f"{capability[0]}.{capability[1]}; --quantization int8 runs on it"
+        )
+    return Weight(*quantize_to_fp8(weight))
+
+
+linear_triton = _Maker("linear", Weight, library, library)
+linear_int8_weight_triton = _Maker("linear_int8_weight", to_int8, default_config, default_gated_config)
+linear_fp8_weight_triton = _Maker("linear_fp8_weight", to_fp8, default_config, default_gated_config)

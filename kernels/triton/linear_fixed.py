@@ -8,20 +8,16 @@ do so in the order of the splits, from 0 on, in float32. Which program adds them
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import triton
 from torch import Tensor
 
-from ..linear import Linear
 from .configs import num_processors
 from .product import Config, Weight, multiply
 from .silu_and_mul import silu_and_mul_triton
 
 SPLIT_INPUTS = 1024
-
-Prepare = Callable[[Tensor], Weight]  # quantizes a weight, or leaves it as it is
 
 
 def fixed_config(in_size: int, itemsize: int) -> Config:
@@ -38,30 +34,16 @@ def fixed_config(in_size: int, itemsize: int) -> Config:
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
+class FixedLinear:
+    """`linear`, or that of a quantized weight, with sums in a fixed order."""
+
     weight: Weight
     bias: Tensor | None
+    is_gated: bool
 
     def __call__(self, x: Tensor, /) -> Tensor:
+        x = silu_and_mul_triton(x) if self.is_gated else x
         out_size, in_size = self.weight.sizes
         config = fixed_config(in_size, x.dtype.itemsize)
         tiles = triton.cdiv(len(x), config.rows) * triton.cdiv(out_size, config.outputs)
         return multiply(x, self.weight, self.bias, config, adds_up=tiles >= num_processors(x.device))
-
-
-@dataclass(frozen=True, slots=True)
-class _GatedLinear:
-    linear: Linear
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return self.linear(silu_and_mul_triton(x))
-
-
-def linear_fixed_triton(prepare: Prepare, weight: Tensor, bias: Tensor | None) -> Linear:
-    """`linear`, or that of a quantized weight, with sums in a fixed order."""
-    return _Linear(prepare(weight), bias)
-
-
-def gated_linear_fixed_triton(prepare: Prepare, weight: Tensor, bias: Tensor | None) -> Linear:
-    """`gated_linear`, likewise."""
-    return _GatedLinear(_Linear(prepare(weight), bias))

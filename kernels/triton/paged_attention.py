@@ -8,13 +8,19 @@ from torch import Tensor
 
 from ..paged import AttentionPlan, PagedKV
 from .paged_decode import paged_decode_triton
+from .paged_fixed import paged_attention_fixed_triton
 from .paged_prefill import paged_prefill_triton
 
 ALIGNMENT = 4  # of arrays that share a copy, in int32s
 
 
 def plan_attention_triton(
-    query_start: np.ndarray, context_len: np.ndarray, block_table: np.ndarray, kv: PagedKV, sliding_window: int | None
+    query_start: np.ndarray,
+    context_len: np.ndarray,
+    block_table: np.ndarray,
+    kv: PagedKV,
+    sliding_window: int | None,
+    one_order: bool = False,
 ) -> AttentionPlan:
     """`plan_attention` with one copy to the device. Decodes are the sequences before the first with several queries."""
     arrays = (query_start, context_len, block_table)
@@ -33,6 +39,7 @@ def plan_attention_triton(
         context_len=contexts,
         block_table=table,
         sliding_window=sliding_window,
+        one_order=one_order,
         num_decodes=int(longer[0]) if len(longer) else len(query_len),
     )
 
@@ -43,6 +50,8 @@ def paged_attention_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tenso
     The launches depend on shapes and on the plan's numbers, not on the content of its tensors, so that a CUDA graph can
     replay them with other content. Rows of padding become 0.
     """
+    if plan.one_order:
+        return paged_attention_fixed_triton(q, kv, plan)
     q = q.contiguous()
     out = torch.empty_like(q)
     if plan.num_decodes > 0:

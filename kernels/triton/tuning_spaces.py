@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..linear import Linear
+from ..linear import LinearMaker, Use
 from ..paged import AttentionPlan, PagedKV
 from ..row_sampling import allocate_sampled
 from .dependent_launch import OFF
@@ -24,14 +24,7 @@ from .inputs import (
     random_pages,
     sampling_rows,
 )
-from .linear import MOST_ROWS, gated_linear_triton, linear_triton
-from .linear_quantized import (
-    gated_linear_fp8_weight_triton,
-    gated_linear_int8_weight_triton,
-    kernel_config,
-    linear_fp8_weight_triton,
-    linear_int8_weight_triton,
-)
+from .linear import kernel_config, linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
 from .paged_attention import paged_attention_triton
 from .product import NO_KERNEL
 from .rms_norm import rms_norm_triton
@@ -41,7 +34,6 @@ from .silu_and_mul import silu_and_mul_triton
 from .timing import num_copies
 
 Call: TypeAlias = Callable[[], object]
-Prepare: TypeAlias = Callable[[Tensor, Tensor | None], Linear]
 
 Shapes: TypeAlias = Sequence[tuple[int, int, int]]  # batch, context, queries of each sequence
 
@@ -81,13 +73,11 @@ class Space:
 def spaces(models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> list[Space]:
     bfloat16, float8 = torch.bfloat16, torch.float8_e4m3fn
     largest, *smaller = models
-    int8 = linear_int8_weight_triton, gated_linear_int8_weight_triton
-    fp8 = linear_fp8_weight_triton, gated_linear_fp8_weight_triton
-    found = [*product_spaces(largest, "linear", linear_triton, gated_linear_triton), decode_space(largest, bfloat16)]
+    found = [*product_spaces(largest, "linear", linear_triton), decode_space(largest, bfloat16)]
     for model in smaller[:1]:
-        found += product_spaces(model, "linear", linear_triton, gated_linear_triton)
-    found += product_spaces(largest, "linear_int8_weight", *int8, (*BATCHES, *MORE_ROWS))
-    found += product_spaces(largest, "linear_fp8_weight", *fp8, (*BATCHES, *MORE_ROWS))
+        found += product_spaces(model, "linear", linear_triton)
+    found += product_spaces(largest, "linear_int8_weight", linear_int8_weight_triton, (*BATCHES, *MORE_ROWS))
+    found += product_spaces(largest, "linear_fp8_weight", linear_fp8_weight_triton, (*BATCHES, *MORE_ROWS))
     found += [launch_space(largest), sampling_space(largest.vocab_size), prefill_space(largest, bfloat16)]
     found += [decode_space(model, bfloat16) for model in smaller]
     for model in models:
@@ -96,26 +86,24 @@ def spaces(models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> list
     return [*found, decode_space(largest, float8), prefill_space(largest, float8)]
 
 
-def product_spaces(
-    model: ModelShape, op: str, prepare: Prepare, prepare_gated: Prepare, batches: Sequence[int] = BATCHES
-) -> Iterator[Space]:
+def product_spaces(model: ModelShape, op: str, make: LinearMaker, batches: Sequence[int] = BATCHES) -> Iterator[Space]:
     """Every weight of a model, with every batch for which our kernel might be faster."""
     for name, sizes in model.projections.items():
         for rows in batches:
             shape = f"{model.name} {name}, {rows} rows"
-            yield Space(f"{op}, {shape}", op, partial(_product, rows, sizes, prepare, False))
-            if name == "down" and rows <= MOST_ROWS:
-                work = partial(_product, rows, sizes, prepare_gated, True)
+            yield Space(f"{op}, {shape}", op, partial(_product, rows, sizes, make, Use()))
+            if name == "down" and rows <= BATCHES[-1]:
+                work = partial(_product, rows, sizes, make, Use(is_gated=True))
                 yield Space(f"gated_{op}, {shape}", f"gated_{op}", work)
 
 
-def _product(rows: int, sizes: tuple[int, int], prepare: Prepare, is_gated: bool, device: torch.device) -> Work:
+def _product(rows: int, sizes: tuple[int, int], make: LinearMaker, use: Use, device: torch.device) -> Work:
     out_size, in_size = sizes
-    x = normal(rows, in_size * (2 if is_gated else 1), dtype=torch.bfloat16, device=device)
+    x = normal(rows, in_size * (2 if use.is_gated else 1), dtype=torch.bfloat16, device=device)
     calls: list[Callable[[], Tensor]] = []
     for _ in range(num_copies(2 * out_size * in_size)):
         weight = normal(out_size, in_size, dtype=torch.bfloat16, device=device)
-        calls.append(partial(prepare(weight, None), x))
+        calls.append(partial(make(weight, None, use), x))
     return Work([calls], calls[0], [asdict(kernel_config(rows, sizes, device)), asdict(NO_KERNEL)])
 
 

@@ -14,7 +14,7 @@ import torch
 
 from pagoda_server.engine.core.sequence import SamplingParams
 from pagoda_server.engine.runners.cuda import DeviceRunner
-from pagoda_server.engine.runners.loaded_model import load_for_serving
+from pagoda_server.engine.runners.loaded_model import choose_backend, load_for_serving
 from pagoda_server.kernels.triton import linear_fixed, paged_fixed
 from pagoda_server.kernels.triton.launches import record
 from pagoda_server.settings.engine import EngineConfig
@@ -23,11 +23,11 @@ from tests.engine.tiny_models import MODELS, random_prompt, save_model
 
 CAPABILITY = 90
 KINDS = (
-    ("llama", "triton", {}),
-    ("qwen3", "triton-int8", {}),
-    ("mistral with a sliding window", "triton", {"kv_cache_dtype": "fp8"}),
-    ("olmo2", "triton", {}),
-    ("llama", "triton-int8-deterministic", {}),
+    ("llama", {}),
+    ("qwen3", {"quantization": "int8"}),
+    ("mistral with a sliding window", {"kv_cache_dtype": "fp8"}),
+    ("olmo2", {}),
+    ("llama", {"quantization": "int8", "deterministic": True}),
 )
 
 
@@ -58,17 +58,18 @@ def main() -> None:
     # With these some steps share their splits and parts out among programs, as on a GPU, and others do not.
     linear_fixed.SPLIT_INPUTS, linear_fixed.num_processors = 32, lambda _: 3  # type: ignore[assignment]
     paged_fixed.PART_TILES, paged_fixed.num_processors = 1, lambda _: 8  # type: ignore[assignment]
-    for name, backend, settings in KINDS:
+    for name, settings in KINDS:
         with TemporaryDirectory() as folder:
             save_model(MODELS[name], Path(folder))
             config = EngineConfig(folder, **({"dtype": "float32"} | SETTINGS | settings))  # type: ignore[arg-type]
+            backend = choose_backend(torch.device("cuda"), torch.float32, config.quantization)
             runner = DeviceRunner(config, load_for_serving(config, torch.device("cpu"), backend=backend))
         started, needed = (
             {launch.identity: launch.name for launch in record(CAPABILITY, partial(phase, runner))}
             for phase in (start, serve)
         )
         told = {"needed": sorted(set(needed.values())), "new": [needed[one] for one in needed.keys() - started.keys()]}
-        print(json.dumps({"model": name, "backend": backend, **told}))
+        print(json.dumps({"model": name, "backend": runner.info.kernel_backend, **told}))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pagoda_server.engine.core.step import Chunk, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cpu.sampler import Choice
 from pagoda_server.engine.runners.loaded_model import choose_backend
-from pagoda_server.kernels import has_native, load_backend, set_num_threads
+from pagoda_server.kernels import UNQUANTIZED, has_native, set_num_threads
 from pagoda_server.settings.engine import Quantization
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import MODELS, ShuffledBlocks, load_runner, next_chunk, random_prompt, save_model
@@ -276,10 +276,10 @@ def test_draws_and_logprobs_are_the_same_alone_and_in_a_batch(saved: Callable[..
 @pytest.mark.parametrize(
     ("dtype", "quantization", "has_int4_weights", "expected"),
     [
-        (torch.float32, "auto", True, "native-whole"),
-        (torch.bfloat16, "none", True, "native-whole"),
-        (torch.bfloat16, "int8", True, "native-int8"),
-        (torch.float32, "int4", True, "native-int4"),
+        (torch.float32, "auto", True, UNQUANTIZED),
+        (torch.bfloat16, "none", True, UNQUANTIZED),
+        (torch.bfloat16, "int8", True, "int8"),
+        (torch.float32, "int4", True, "int4"),
     ],
 )
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -287,18 +287,17 @@ def test_the_mode_takes_products_of_compiled_code(
     dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, expected: str, instruction_set: str
 ) -> None:
     with using(instruction_set):
-        name = choose_backend(torch.device("cpu"), dtype, quantization, has_int4_weights, True)
-    assert name == f"{expected}-deterministic"
-    assert load_backend(name).is_deterministic
+        chosen = choose_backend(torch.device("cpu"), dtype, quantization, has_int4_weights, True)
+    assert chosen == ("native", expected)
 
 
 def test_amx_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: True)
     cpu = torch.device("cpu")
-    assert choose_backend(cpu, torch.bfloat16, "int8", has_int4_weights=True) == "native-int8-weight"
-    assert choose_backend(cpu, torch.bfloat16, "int8", True, is_deterministic=True) == "native-int8-deterministic"
+    assert choose_backend(cpu, torch.bfloat16, "int8", has_int4_weights=True) == ("native", "int8-weight")
+    assert choose_backend(cpu, torch.bfloat16, "int8", True, is_deterministic=True) == ("native", "int8")
     with using(INSTRUCTION_SETS[0]):
-        assert choose_backend(cpu, torch.bfloat16, "auto", True, is_deterministic=True) == "native-int4-deterministic"
+        assert choose_backend(cpu, torch.bfloat16, "auto", True, is_deterministic=True) == ("native", "int4")
 
 
 def test_what_cannot_be_computed_so_is_refused(

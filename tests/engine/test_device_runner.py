@@ -43,7 +43,7 @@ from pagoda_server.engine.runners.cuda.step_inputs import places_of
 from pagoda_server.engine.runners.loaded_model import choose_backend, load_for_serving
 from pagoda_server.engine.runners.sampling import AllowedTokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
-from pagoda_server.kernels import load_backend
+from pagoda_server.kernels import UNQUANTIZED, load_backend
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.settings.engine import EngineConfig
 from tests.engine.drafters import AlwaysDrafts, Oracle
@@ -69,7 +69,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> DeviceRunner:
     config = EngineConfig(str(folder), **({"dtype": "float32"} | SETTINGS | settings))  # type: ignore[arg-type]
-    return DeviceRunner(config, load_for_serving(config, torch.device(DEVICE), backend=backend))
+    weights = {"int8": "int8-weight"}.get(config.quantization, UNQUANTIZED)
+    return DeviceRunner(config, load_for_serving(config, torch.device(DEVICE), backend=(backend, weights)))
 
 
 class Served:
@@ -415,10 +416,10 @@ def test_a_padded_step_computes_what_the_step_does_and_nothing_that_is_not_a_num
 
 
 def test_a_deterministic_engine_takes_the_kernels_whose_sums_have_a_fixed_order() -> None:
-    for quantization, name in (("auto", "triton-deterministic"), ("int8", "triton-int8-deterministic")):
+    for quantization, weights in (("auto", UNQUANTIZED), ("int8", "int8-weight")):
         chosen = choose_backend(torch.device("cuda"), torch.bfloat16, quantization, is_deterministic=True)
-        assert chosen == name
-        assert load_backend(chosen).is_deterministic
+        assert chosen == ("triton", weights)
+        assert load_backend(*chosen, True).is_deterministic
 
 
 @SLOW_IF_INTERPRETED
@@ -429,7 +430,7 @@ def test_deterministic_logits_are_the_same_beside_others_from_the_cache_and_afte
     if IS_INTERPRETED:  # a card captures its steps
         monkeypatch.setattr(StepGraphs, "capture", lambda *_: None)
         monkeypatch.setattr(DeviceRunner, "warm_up", lambda *_: None)
-    runner = device_runner(llama, "triton-deterministic")
+    runner = device_runner(llama, "triton", deterministic=True)
     prompts = [random_prompt(length, seed=length) for length in (7, 9, 6)]
 
     def logprobs(served: Served, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:

@@ -23,7 +23,7 @@ from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners import load, loaded_model
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.engine.serving.main import engine_info
-from pagoda_server.kernels import load_backend
+from pagoda_server.kernels import UNQUANTIZED, load_backend
 from pagoda_server.settings.engine import EngineConfig, StepLimits
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
@@ -81,8 +81,11 @@ def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(test_device_runner, "DEVICE", "cuda")
     with SimulatedCuda(**KINDS[request.param]).in_place_of_cuda(monkeypatch) as device:
         reference = launched_reference(device)
-        own = {"reference": reference}.get
-        monkeypatch.setattr(loaded_model, "load_backend", lambda name: own(name) or load_backend(name))
+        monkeypatch.setattr(
+            loaded_model,
+            "load_backend",
+            lambda name, *rest: reference if name == "reference" else load_backend(name, *rest),
+        )
         yield device
 
 
@@ -136,7 +139,7 @@ def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_w
 
 @pytest.mark.slow
 def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
-    served = Served(device_runner(qwen3, "triton-int8", kv_cache_dtype="fp8", max_num_seqs=2), 30)
+    served = Served(device_runner(qwen3, "triton", quantization="int8", kv_cache_dtype="fp8", max_num_seqs=2), 30)
     seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
     served.run()
     assert [len(tokens) for tokens in outputs(seqs)] == [3, 3]
@@ -271,7 +274,7 @@ def test_the_default_model_starts_on_a_card_of_two_gigabytes_and_answers(
     default_model_folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda.capacity = 2 << 30
-    monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
+    monkeypatch.setattr(loaded_model, "choose_backend", lambda *_, **__: ("reference", UNQUANTIZED))
     config = EngineConfig(str(default_model_folder), max_num_seqs=2, token_budget=64, max_model_len=256)
     runner = load.load_runner(config, default_model_folder, no_progress)
     assert runner.info.device == "cuda"
@@ -294,7 +297,7 @@ def unlimited(llama: Path) -> EngineConfig:
 
 @pytest.fixture
 def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaded_model, "choose_backend", lambda *_: "reference")
+    monkeypatch.setattr(loaded_model, "choose_backend", lambda *_, **__: ("reference", UNQUANTIZED))
 
 
 @pytest.mark.usefixtures("_reference_kernels")

@@ -20,10 +20,10 @@ from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
 from pagoda_server.engine.models.weights import Checkpoint
 from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype
-from pagoda_server.kernels import Backend, Int4Weight, has_native, prefers_whole_native
+from pagoda_server.kernels import PLAIN, UNQUANTIZED, Backend, Int4Weight, Linear, Use, has_native
 from pagoda_server.kernels.backend import REFERENCE
-from pagoda_server.kernels.linear import gated_linear, linear
-from pagoda_server.kernels.linear_int4 import gated_linear_int4, linear_int4
+from pagoda_server.kernels.linear import linear
+from pagoda_server.kernels.linear_int4 import linear_int4
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, step_logits
 
@@ -32,13 +32,12 @@ VALUE_PROJECTION = "model.layers.1.self_attn.v_proj.weight"
 
 
 def reference_int4() -> Backend:
-    def product(weight: Tensor | Int4Weight, bias: Tensor | None) -> object:
-        return linear_int4(weight, bias) if isinstance(weight, Int4Weight) else linear(weight, bias)
+    """The reference, with matrices as they are where the checkpoint does not have them in 4 bits."""
 
-    def gated(weight: Tensor | Int4Weight, bias: Tensor | None) -> object:
-        return gated_linear_int4(weight, bias) if isinstance(weight, Int4Weight) else gated_linear(weight, bias)
+    def make(weight: Tensor | Int4Weight, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
+        return (linear_int4 if isinstance(weight, Int4Weight) else linear)(weight, bias, use)  # type: ignore[operator]
 
-    return dataclasses.replace(REFERENCE, name="int4", linear=product, gated_linear=gated, takes_int4=True)
+    return dataclasses.replace(REFERENCE, makers={"int4": make}, weights="int4")
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +149,12 @@ def test_logits_with_weights_in_4_bits_are_near_those_in_float32(folder: Path, m
         return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]
 
     exact = logits()
-    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda name: reference_int4())
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda *_: reference_int4())
     assert 0 < (logits() - exact).norm() / exact.norm() < 0.05  # only activations are rounded
 
 
 def test_the_weights_take_the_bytes_that_they_take_in_the_file(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda name: reference_int4())
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda *_: reference_int4())
     stored = load_file(whole / "model.safetensors")
     embedding = sum(tensor.nbytes for name, tensor in stored.items() if "embed_tokens" in name)
     unpacked = 264 * 64 * 2
@@ -229,18 +228,15 @@ def test_a_size_that_groups_do_not_divide_is_told(whole: Path) -> None:
         parameters(whole, torch.bfloat16, keeps_int4=True)
 
 
-WHOLE = "native-whole" if prefers_whole_native() else "native"
-
-
 def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: True)
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native_int8_weight", lambda: False)
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.instruction_set", lambda: "avx2")
-    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "native-int4"
-    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == "native-int8"
-    assert choose_backend(CPU, torch.float32, "auto", has_int4_weights=True) == WHOLE
-    assert choose_backend(CPU, torch.float32, "int4", has_int4_weights=True) == "native-int4"
-    assert choose_backend(CPU, torch.bfloat16, "int8", has_int4_weights=True) == "native-int8"
+    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == ("native", "int4")
+    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=False) == ("native", "int8")
+    assert choose_backend(CPU, torch.float32, "auto", has_int4_weights=True) == ("native", UNQUANTIZED)
+    assert choose_backend(CPU, torch.float32, "int4", has_int4_weights=True) == ("native", "int4")
+    assert choose_backend(CPU, torch.bfloat16, "int8", has_int4_weights=True) == ("native", "int8")
     with pytest.raises(ConfigError, match="--quantization int4: activations can be bfloat16 or float32, not float16"):
         choose_backend(CPU, torch.float16, "int4", has_int4_weights=True)
     with pytest.raises(ConfigError, match="--quantization int4: the checkpoint has no weights in 4 bits"):
@@ -250,7 +246,7 @@ def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pyte
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int4 needs Pagoda installed where there is a C"):
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=True)
-    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == "cpu"
+    assert choose_backend(CPU, torch.bfloat16, "auto", has_int4_weights=True) == ("cpu", UNQUANTIZED)
 
 
 @pytest.mark.skipif(not has_native(), reason="no kernels for products in 4 bits")

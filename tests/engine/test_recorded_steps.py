@@ -14,8 +14,14 @@ import torch
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
-from pagoda_server.kernels import Recording, has_native, has_native_int8_weight, load_backend, set_num_threads
-from pagoda_server.kernels.backend import BACKENDS
+from pagoda_server.kernels import (
+    UNQUANTIZED,
+    Recording,
+    has_native,
+    has_native_int8_weight,
+    load_backend,
+    set_num_threads,
+)
 from pagoda_server.kernels.native_module import native
 from pagoda_server.settings.request import MAX_DRAFT_TOKENS
 from tests.engine.test_device_runner import Served
@@ -31,11 +37,9 @@ from tests.engine.tiny_models import (
     step_logits,
 )
 
-COMPILED = [
-    name
-    for name, backend in BACKENDS.items()
-    if backend.is_compiled and (name != "native-int8-weight" or has_native_int8_weight())
-]
+COMPILED = [("int8", False), ("int8", True), ("int4", False), ("int4", True), (UNQUANTIZED, True)]
+if has_native_int8_weight():
+    COMPILED.append(("int8-weight", False))
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="products do not run in compiled code here")
 
@@ -104,14 +108,20 @@ def test_logits_have_the_same_bits_with_any_sequences_in_any_order(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(("weights", "is_deterministic"), COMPILED)
 @pytest.mark.parametrize("model", ["qwen3", "olmo2"])
 def test_every_compiled_backend_can_be_recorded(
-    saved: Callable[[str], Path], model: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    saved: Callable[[str], Path],
+    model: str,
+    weights: str,
+    is_deterministic: bool,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda _: load_backend(name))
+    backend = load_backend("native", weights, is_deterministic)
+    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda *_: backend)
     runner = load(saved(model), dtype)
-    assert runner.info.kernel_backend == name
+    assert runner.info.kernel_backend == str(backend)
     blocks = ShuffledBlocks(runner)
     seqs = [blocks.sequence(random_prompt(length, seed=length), 20) for length in (1, 9, 30)]
     step(runner, [next_chunk(seq) for seq in seqs])
@@ -239,6 +249,6 @@ def test_threads_can_change_between_a_recording_and_its_replay(saved: Callable[[
 def test_nothing_is_recorded_where_an_op_is_not_of_the_compiled_module(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.prefers_whole_native", lambda: False)
+    monkeypatch.setattr("pagoda_server.kernels.backend.is_compiled_whole", lambda _: False)
     for settings in ({"dtype": "float16"}, {"dtype": "float32", "quantization": "none"}):
         assert load_runner(saved("smollm"), **settings)._recorded is None

@@ -26,7 +26,7 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cpu.step_arrays import attended_parts
 from pagoda_server.engine.runners.cuda.rehearsal import largest_plan
 from pagoda_server.engine.runners.loaded_model import load_for_serving
-from pagoda_server.kernels import has_native, has_native_int8_weight, load_backend, prefers_whole_native
+from pagoda_server.kernels import has_native, has_native_int8_weight, load_backend
 from pagoda_server.settings import EngineConfig, SettingError
 from tests.engine.tiny_models import (
     MODELS,
@@ -389,7 +389,7 @@ def test_the_reference_backend_generates_the_same_tokens(
     for name in ("mistral with a sliding window", "qwen3", "olmo2"):
         monkeypatch.undo()
         here = load_runner(saved(name))
-        monkeypatch.setattr(f"{LOADED_MODEL}.load_backend", lambda _: load_backend("reference"))
+        monkeypatch.setattr(f"{LOADED_MODEL}.load_backend", lambda *_: load_backend("reference"))
         there = load_runner(saved(name))
         assert there.info.kernel_backend == "reference" != here.info.kernel_backend
         tokens = [
@@ -458,10 +458,9 @@ def test_bfloat16_on_a_cpu_is_served_in_int8_unless_told_otherwise(
     assert backend("float32", "int8") == int8
     monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: False)
     assert backend("bfloat16", "auto") == backend("float32", "int8") == "native-int8"
-    whole = "native-whole" if prefers_whole_native() else "native"
-    assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == whole
+    assert backend("bfloat16", "none") == backend("float32", "auto") == backend("float16", "auto") == "native"
     monkeypatch.setattr(f"{LOADED_MODEL}.instruction_set", lambda: "generic")
-    assert backend("bfloat16", "auto") == whole
+    assert backend("bfloat16", "auto") == "native"
 
 
 def test_int8_is_refused_where_there_are_no_kernels_for_it(

@@ -46,7 +46,8 @@ def with_instruction_set(name: str, op: Callable[..., Any]) -> Callable[..., Any
 def _slower_native(name: str) -> Backend:
     fields = {field.name: getattr(NATIVE, field.name) for field in dataclasses.fields(Backend)}
     ops = {op: with_instruction_set(name, call) for op, call in fields.items() if callable(call)}
-    return dataclasses.replace(NATIVE, name=f"native-{name}", **ops)
+    makers = {weights: with_instruction_set(name, make) for weights, make in NATIVE.makers.items()}
+    return dataclasses.replace(NATIVE, name=f"native-{name}", makers=makers, **ops)
 
 
 INSTRUCTION_SETS = _instruction_sets()

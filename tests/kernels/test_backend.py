@@ -8,22 +8,31 @@ import pytest
 
 from pagoda_server.kernels import load_backend
 
-NAMES = [
-    *("reference", "cpu", "native", "native-whole", "native-int8", "native-int8-weight", "native-int4"),
-    *("native-whole-deterministic", "native-int8-deterministic", "native-int4-deterministic"),
-    *("triton", "triton-int8", "triton-fp8"),
-    *("triton-deterministic", "triton-int8-deterministic", "triton-fp8-deterministic"),
-]
+
+@pytest.mark.parametrize(
+    ("name", "weights", "is_deterministic", "shown"),
+    [
+        ("reference", "unquantized", False, "reference"),
+        ("cpu", "unquantized", False, "cpu"),
+        ("native", "int8-weight", False, "native-int8-weight"),
+        ("native", "int4", True, "native-int4-deterministic"),
+        ("triton", "unquantized", True, "triton-deterministic"),
+        ("triton", "fp8", False, "triton-fp8"),
+    ],
+)
+def test_a_backend_is_loaded_by_its_name_for_a_format(
+    name: str, weights: str, is_deterministic: bool, shown: str
+) -> None:
+    backend = load_backend(name, weights, is_deterministic)
+    assert (backend.name, backend.weights, backend.is_deterministic) == (name, weights, is_deterministic)
+    assert str(backend) == shown
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_backend_is_loaded_by_its_name(name: str) -> None:
-    assert load_backend(name).name == name
-
-
-def test_the_error_for_an_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'cuda'; known: reference, .*, triton-fp8-deterministic$"):
+def test_the_errors_for_an_unknown_backend_or_format_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'cuda'; known: reference, cpu, native, triton$"):
         load_backend("cuda")
+    with pytest.raises(ValueError, match=r"native has no .* 'fp8'; known: unquantized, int8, int8-weight, int4$"):
+        load_backend("native", "fp8")
 
 
 @pytest.mark.thorough

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagoda_server.kernels.embedding import embedding_int8, embedding_int8_native, embedding_wide
+from pagoda_server.kernels.embedding import embedding_int8, embedding_native, embedding_wide
 from pagoda_server.kernels.linear_int8 import linear_int8_native
 from pagoda_server.kernels.native_module import native
 
@@ -29,7 +29,7 @@ def test_compiled_rows_of_a_tied_head_are_those_of_the_reference(
     assert native is not None
     table, ids = torch.randn(vocab_size, in_size).to(dtype), torch.randint(0, vocab_size, (50,))
     step = 2 * table.float().abs().amax().item() / 127  # twice as long where neighbours are limited
-    rows = embedding_int8_native(table, linear_int8_native(table, None))
+    rows = embedding_native(table, linear_int8_native(table, None))
     for chosen in (ids, ids[:1], ids[:0]):
         found, expected = rows(chosen), embedding_int8(table, None, bool(native.pairs_are_limited()))(chosen)
         assert found.dtype == torch.float32
@@ -40,4 +40,4 @@ def test_compiled_rows_of_a_tied_head_are_those_of_the_reference(
 
 def test_a_table_that_is_not_tied_stays_whole() -> None:
     table, ids = torch.randn(9, 40).bfloat16(), torch.tensor([8, 0])
-    assert torch.equal(embedding_int8_native(table, None)(ids), table[ids].float())
+    assert torch.equal(embedding_native(table, None)(ids), table[ids].float())

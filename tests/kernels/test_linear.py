@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagoda_server.kernels.backend import CPU, Backend
+from pagoda_server.kernels.linear import GATED
 from tests.kernels.backends import BACKENDS
 
 
@@ -55,5 +56,5 @@ def test_a_gated_product_is_the_product_of_what_is_gated(backend: Backend, dtype
     gate, up = gate_up.double().chunk(2, dim=-1)
     expected = (gate * torch.sigmoid(gate) * up) @ weight.double().T
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
-    product = backend.gated_linear(weight, None)(gate_up)
+    product = backend.linear(weight, None, GATED)(gate_up)
     torch.testing.assert_close(product.double(), expected, atol=tolerance, rtol=tolerance)

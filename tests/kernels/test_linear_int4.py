@@ -9,13 +9,12 @@ from torch import Tensor
 from pagoda_server.kernels.linear_int4 import (
     WEIGHT_GROUP,
     Int4Weight,
-    gated_linear_int4,
-    gated_linear_int4_native,
     linear_int4,
     linear_int4_native,
 )
 from pagoda_server.kernels.linear_int8 import quantize_rows
 from pagoda_server.kernels.silu_and_mul import silu_and_mul
+from tests.kernels.products import gated
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
 
@@ -65,7 +64,7 @@ def test_only_activations_are_rounded(in_size: int, out_size: int, has_bias: boo
 def test_what_is_gated_is_rounded_once() -> None:
     weight, x = random_weight(20, 96), torch.randn(5, 192).bfloat16()
     exact = restored(silu_and_mul(x.float())) @ weight.dequantize().double().T
-    product = gated_linear_int4(weight, None)(x)
+    product = gated(linear_int4)(weight, None)(x)
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.double(), exact, atol=1e-3, rtol=0.004)
 
@@ -102,7 +101,7 @@ def test_compiled_products_are_those_of_the_reference(
 @pytest.mark.parametrize("rows", [0, 1, 9, 97])
 def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, in_size: int, rows: int) -> None:
     x, weight = torch.randn(rows, 2 * in_size).to(dtype), random_weight(40, in_size)
-    product, expected = gated_linear_int4_native(weight, None)(x), gated_linear_int4(weight, None)(x)
+    product, expected = gated(linear_int4_native)(weight, None)(x), gated(linear_int4)(weight, None)(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.01  # a value between two steps may be rounded to either
     torch.testing.assert_close(product, expected, atol=0.04 * in_size**0.5, rtol=tolerance)
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagoda_server.kernels.linear import PLAIN
 from pagoda_server.kernels.linear_int8 import (
     GROUP,
     PANEL,
     dequantize_weight,
-    gated_linear_int8,
-    gated_linear_int8_native,
     linear_int8,
     linear_int8_native,
     quantize_rows,
     quantize_weight,
 )
 from pagoda_server.kernels.native_module import native
+from tests.kernels.products import gated
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
 
@@ -89,7 +89,7 @@ def test_compiled_products_are_those_of_the_reference(
 ) -> None:
     x, weight = torch.randn(rows, in_size).to(dtype), torch.randn(out_size, in_size).to(dtype)
     bias = torch.randn(out_size).to(dtype) if has_bias else None
-    product, expected = linear_int8_native(weight, bias)(x), linear_int8(weight, bias, limits_pairs())(x)
+    product, expected = linear_int8_native(weight, bias)(x), linear_int8(weight, bias, PLAIN, limits_pairs())(x)
     assert product.dtype == dtype
     # A value half-way between two steps may be rounded to either, which changes a product by a step times a weight.
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
@@ -113,7 +113,7 @@ def test_the_greatest_products_of_neighbours_are_whole(pair: tuple[int, int], in
 @pytest.mark.parametrize("rows", [0, 1, 9, 97])
 def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, in_size: int, rows: int) -> None:
     x, weight = torch.randn(rows, 2 * in_size).to(dtype), torch.randn(40, in_size).to(dtype)
-    product, expected = gated_linear_int8_native(weight, None)(x), gated_linear_int8(weight, None, limits_pairs())(x)
+    product, expected = gated(linear_int8_native)(weight, None)(x), gated(linear_int8)(weight, None, limits_pairs())(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.01  # a value between two steps may be rounded to either
     torch.testing.assert_close(product, expected, atol=0.02 * in_size**0.5, rtol=tolerance)
 

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels import Linear
-from pagoda_server.kernels.linear import gated_linear, linear
+from pagoda_server.kernels.linear import linear
 from pagoda_server.kernels.linear_quantized import (
-    gated_linear_fp8_weight,
-    gated_linear_int8_weight,
     linear_fp8_weight,
     linear_int8_weight,
     quantize_to_fp8,
     quantize_to_int8,
 )
+from tests.kernels.products import gated
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 FORMATS = [
-    pytest.param(quantize_to_int8, linear_int8_weight, gated_linear_int8_weight, id="int8"),
-    pytest.param(quantize_to_fp8, linear_fp8_weight, gated_linear_fp8_weight, id="fp8"),
+    pytest.param(quantize_to_int8, linear_int8_weight, gated(linear_int8_weight), id="int8"),
+    pytest.param(quantize_to_fp8, linear_fp8_weight, gated(linear_fp8_weight), id="fp8"),
 ]
 
 
@@ -66,7 +65,7 @@ def test_a_product_is_that_of_the_weight_that_the_values_and_scales_stand_for(
     bias = torch.randn(19).to(dtype) if has_bias else None
     values, scales = quantize(weight)
     restored = (values.double() if values.dtype == torch.int8 else values.float()) * scales[:, None]
-    for op, whole, rows in ((linear_op, linear, x), (gated_op, gated_linear, gate_up)):
+    for op, whole, rows in ((linear_op, linear, x), (gated_op, gated(linear), gate_up)):
         expected = whole(restored.double(), None if bias is None else bias.double())(rows.double())
         product = op(weight, bias)(rows)
         assert product.dtype == dtype

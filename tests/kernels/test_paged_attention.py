@@ -19,7 +19,6 @@ from pagoda_server.kernels.paged_attention import (
     GROUP_LIMIT_SLOTS,
     paged_attention_native,
     plan_attention_native,
-    plan_attention_one_order,
 )
 from tests.kernels.backends import BACKENDS
 
@@ -308,7 +307,7 @@ def test_a_plan_of_one_order_gives_a_query_the_same_bits_in_every_chunk(
             query_start = np.array([*range(beside + 1), beside + end - first], dtype=np.int32)
             context_len = np.array([*range(1, beside + 1), end], dtype=np.int32)
             tables = np.repeat(block_table, beside + 1, axis=0)
-            plan = plan_attention_one_order(query_start, context_len, tables, kv, window)
+            plan = plan_attention_native(query_start, context_len, tables, kv, window, one_order=True)
             parts.append(paged_attention_native(torch.cat([queries[:beside], queries[first:end]]), kv, plan)[beside:])
         return torch.cat(parts)
 

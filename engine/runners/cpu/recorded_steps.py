@@ -48,7 +48,8 @@ class DecodeArrays:
             slots=torch.from_numpy(self._slots[:count]),
             logit_rows=None,
             attention={
-                window: ops.plan_attention(query_start, context_len, table, kv, window) for window in set(windows)
+                window: ops.plan_attention(query_start, context_len, table, kv, window, ops.is_deterministic)
+                for window in set(windows)
             },
         )
 

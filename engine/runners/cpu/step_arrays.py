@@ -70,7 +70,8 @@ class StepArrays:
             slots=torch.from_numpy(blocks * self._block_size + positions % self._block_size).to(kv.device),
             logit_rows=torch.from_numpy(logit_rows).to(kv.device),
             attention={
-                window: ops.plan_attention(query_start, context_len, table, kv, window) for window in set(windows)
+                window: ops.plan_attention(query_start, context_len, table, kv, window, ops.is_deterministic)
+                for window in set(windows)
             },
         )
 

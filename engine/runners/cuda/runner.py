@@ -69,7 +69,8 @@ class DeviceRunner:
             # Twice as many as run at once, because rows of sequences that have just ended are not free yet.
             max_blocks = -(-loaded.longest // block_size)
             self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device, max_drafts)
-            self._inputs = PackedInputs(num_tokens, num_entries, self._rows, block_size, model, device)
+            one_order = self._ops.is_deterministic
+            self._inputs = PackedInputs(num_tokens, num_entries, self._rows, block_size, model, device, one_order)
             self._outcomes = Outcomes(num_entries, device)
             self._copies = CopyInputs(self._most, device)
         self._graphs = StepGraphs(self._pad, self._compute, self.max_choices, self._token_budget, self._stream)

@@ -36,6 +36,7 @@ class PackedInputs:
     rows, sampled_rows        of each entry: its sequence's row; sampled_rows is -1 where no token is chosen
     ranks                     of each entry: as in Verified
     logit_rows                each entry's last token
+    one_order                 of the attention's plan
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class PackedInputs:
         block_size: int,
         model: ModelConfig,
         device: torch.device,
+        one_order: bool = False,
     ) -> None:
         self._rows, self._block_size, self._windows = rows, block_size, set(model.windows)
+        self._one_order = one_order
         of_tokens = dict.fromkeys(_NO_TOKEN, (torch.int64, num_tokens))
         of_seqs = dict.fromkeys(_NO_SEQUENCE, (torch.int32, num_seqs))
         starts = {"query_start": (torch.int32, num_seqs + 1), "logit_rows": (torch.int64, num_seqs)}
@@ -131,6 +134,7 @@ class PackedInputs:
             context_len=self._staging.device["context_len"][: shape.num_seqs],
             block_table=self._rows.block_table,
             sliding_window=None,
+            one_order=self._one_order,
             rows=self._staging.device["rows"][: shape.num_seqs],
             num_decodes=shape.decodes,
             arrivals=self._arrivals,

@@ -22,14 +22,12 @@ from pagoda_server.kernels.triton.inputs import (
     random_pages,
     sampling_rows,
 )
-from pagoda_server.kernels.triton.linear_fixed import fixed_config as fixed_product
-from pagoda_server.kernels.triton.linear_quantized import (
-    gated_linear_fp8_weight_triton,
-    gated_linear_int8_weight_triton,
+from pagoda_server.kernels.triton.linear import (
     kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
+from pagoda_server.kernels.triton.linear_fixed import fixed_config as fixed_product
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
 from pagoda_server.kernels.triton.paged_fixed import attend_parts
 from pagoda_server.kernels.triton.product import Weight, multiply
@@ -37,6 +35,7 @@ from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
 from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
+from tests.kernels.products import gated
 
 META = torch.device("meta")
 ROWS = 24  # not a multiple of 16, since compiled code must not depend on the number of rows
@@ -110,8 +109,8 @@ def product_cases(model: ModelShape, batches: tuple[int, ...]) -> Iterator[Case]
     for rows in batches:
         x, gate_up = _normal(rows, in_size), _normal(rows, 2 * in_size)
         for kind, prepare, prepare_gated in (
-            ("int8", linear_int8_weight_triton, gated_linear_int8_weight_triton),
-            ("float8", linear_fp8_weight_triton, gated_linear_fp8_weight_triton),
+            ("int8", linear_int8_weight_triton, gated(linear_int8_weight_triton)),
+            ("float8", linear_fp8_weight_triton, gated(linear_fp8_weight_triton)),
         ):
             name = f"{model.name} {kind} weight, {rows} rows"
             yield Case(name, partial(_apply, prepare, weight, None, x))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.linear import gated_linear, linear
-from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.linear import linear
+from pagoda_server.kernels.triton.linear import linear_triton
 from pagoda_server.kernels.triton.product import Config, Weight, bucket, multiply
+from tests.kernels.products import gated
 from tests.kernels.triton.device import DEVICE
 
 pytestmark = pytest.mark.simulated
@@ -38,7 +39,7 @@ def test_rows_are_multiplied_by_the_transposed_weight(
 ) -> None:
     x = random(rows, in_size * (2 if is_gated else 1), dtype=dtype)
     weight, bias = random(out_size, in_size, dtype=dtype), random(out_size, dtype=dtype) if has_bias else None
-    whole = (gated_linear if is_gated else linear)(weight.double(), None if bias is None else bias.double())
+    whole = (gated(linear) if is_gated else linear)(weight.double(), None if bias is None else bias.double())
     result = multiply(x, Weight(weight), bias, config(splits=splits), is_gated=is_gated)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), whole(x.double()), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
@@ -75,7 +76,7 @@ def test_the_library_multiplies_where_nothing_was_measured(
     for rows in (0, 1, 7, 100):
         x, gate_up = random(rows, 40), random(rows, 80)
         torch.testing.assert_close(linear_triton(weight, bias)(x), linear(weight, bias)(x))
-        torch.testing.assert_close(gated_linear_triton(weight, bias)(gate_up), gated_linear(weight, bias)(gate_up))
+        torch.testing.assert_close(gated(linear_triton)(weight, bias)(gate_up), gated(linear)(weight, bias)(gate_up))
 
 
 def test_the_kernel_multiplies_where_it_was_measured_to_be_faster(
@@ -88,21 +89,21 @@ def test_the_kernel_multiplies_where_it_was_measured_to_be_faster(
         return multiply(x, weight, bias, config, is_gated=is_gated)
 
     monkeypatch.setattr("pagoda_server.kernels.triton.linear.multiply", noting)
-    one, many, gated = config(splits=2), config(rows=32), config(inputs=64)
+    one, many, fused = config(splits=2), config(rows=32), config(inputs=64)
     table["linear"] = {"1x40x24 float32": asdict(one), "32x40x24 float32": asdict(many)}
-    table["gated_linear"] = {"16x40x24 float32": asdict(gated)}
+    table["gated_linear"] = {"16x40x24 float32": asdict(fused)}
     weight, bias = random(24, 40), random(24)
     for rows in (1, 2, 16, 17, 32, 33, 64, 65):
         x, gate_up = random(rows, 40), random(rows, 80)
         torch.testing.assert_close(linear_triton(weight, bias)(x), linear(weight, bias)(x))
-        torch.testing.assert_close(gated_linear_triton(weight, bias)(gate_up), gated_linear(weight, bias)(gate_up))
+        torch.testing.assert_close(gated(linear_triton)(weight, bias)(gate_up), gated(linear)(weight, bias)(gate_up))
     # A gate that is not fused runs before whatever would multiply the same rows ungated.
     assert [entry for entry in chosen if not entry[2]] == [
         *[(1, one, False)] * 2,
         *[(17, many, False)] * 2,
         *[(32, many, False)] * 2,
     ]
-    assert [entry for entry in chosen if entry[2]] == [(2, gated, True), (16, gated, True)]
+    assert [entry for entry in chosen if entry[2]] == [(2, fused, True), (16, fused, True)]
 
 
 def test_a_configuration_serves_batches_up_to_the_one_it_was_measured_at() -> None:

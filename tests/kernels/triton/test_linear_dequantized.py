@@ -11,17 +11,16 @@ from torch import Tensor
 
 from pagoda_server.kernels import Linear
 from pagoda_server.kernels.linear_quantized import quantize_to_fp8, quantize_to_int8
-from pagoda_server.kernels.triton import linear_dequantized, linear_quantized
+from pagoda_server.kernels.triton import linear, linear_dequantized
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
-from pagoda_server.kernels.triton.linear_dequantized import dequantize, multiply_dequantized
-from pagoda_server.kernels.triton.linear_quantized import (
-    MOST_ROWS,
-    gated_linear_fp8_weight_triton,
-    gated_linear_int8_weight_triton,
+from pagoda_server.kernels.triton.linear import (
+    KERNEL_ROWS,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
+from pagoda_server.kernels.triton.linear_dequantized import dequantize, multiply_dequantized
 from pagoda_server.kernels.triton.product import NO_KERNEL, Config, Weight, multiply
+from tests.kernels.products import gated
 from tests.kernels.triton.device import DEVICE
 from tests.simulated_cuda import SimulatedCuda
 
@@ -88,7 +87,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(linear_quantized, function.__name__, call)
+        monkeypatch.setattr(linear, function.__name__, call)
 
     noted("kernel", multiply)
     noted("library", multiply_dequantized)
@@ -98,7 +97,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("prepare", [linear_int8_weight_triton, linear_fp8_weight_triton])
 def test_more_rows_than_the_estimate_are_multiplied_by_the_library(prepare: Prepare, chosen: list[str]) -> None:
     product = prepare(random(24, 16), None)
-    for rows in (0, 1, 128, MOST_ROWS, MOST_ROWS + 1, 1000):
+    for rows in (0, 1, 128, KERNEL_ROWS, KERNEL_ROWS + 1, 1000):
         assert product(random(rows, 16)).shape == (rows, 24)
     assert chosen == ["kernel"] * 4 + ["library"] * 2
 
@@ -106,21 +105,21 @@ def test_more_rows_than_the_estimate_are_multiplied_by_the_library(prepare: Prep
 def test_measurements_replace_the_estimate(table: dict[str, dict[str, dict[str, int]]], chosen: list[str]) -> None:
     table["linear_int8_weight"] = {"32x16x24 float32": asdict(NO_KERNEL), "1024x16x24 float32": asdict(TILE)}
     weight = random(24, 16)
-    plain, gated = linear_int8_weight_triton(weight, None), gated_linear_int8_weight_triton(weight, None)
+    plain, fused = linear_int8_weight_triton(weight, None), gated(linear_int8_weight_triton)(weight, None)
     for rows in (16, 17, 32, 33, 512, 513):
         plain(random(rows, 16))
     assert chosen == ["kernel", "library", "library", "kernel", "library", "kernel"]
-    gated(random(20, 32))
+    fused(random(20, 32))
     assert chosen[-1] == "library", "more rows than gates are fused for"
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="the simulated card takes the place of a real one")
 @pytest.mark.parametrize("is_late", [True, False], ids=["late", "at once"])
-@pytest.mark.parametrize("prepare_gated", [gated_linear_int8_weight_triton, gated_linear_fp8_weight_triton])
+@pytest.mark.parametrize("prepare_gated", [gated(linear_int8_weight_triton), gated(linear_fp8_weight_triton)])
 def test_layers_that_share_the_memory_of_their_copies_do_not_disturb_each_other(
     is_late: bool, prepare_gated: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, sizes = MOST_ROWS + 4, [(40, 24), (24, 40), (64, 24)]
+    rows, sizes = KERNEL_ROWS + 4, [(40, 24), (24, 40), (64, 24)]
     weights, x = [random(*size) for size in sizes], random(rows, 24)
 
     def layers(device: str) -> list[Linear]:

@@ -8,20 +8,17 @@ from torch import Tensor
 
 from pagoda_server.kernels import Linear
 from pagoda_server.kernels.linear_quantized import (
-    gated_linear_fp8_weight,
-    gated_linear_int8_weight,
     linear_fp8_weight,
     linear_int8_weight,
 )
-from pagoda_server.kernels.triton.linear_quantized import (
-    MOST_ROWS,
+from pagoda_server.kernels.triton.linear import (
+    KERNEL_ROWS,
     MOST_SPLITS,
-    gated_linear_fp8_weight_triton,
-    gated_linear_int8_weight_triton,
     kernel_config,
     linear_fp8_weight_triton,
     linear_int8_weight_triton,
 )
+from tests.kernels.products import gated
 from tests.kernels.triton.device import DEVICE
 
 pytestmark = pytest.mark.simulated
@@ -34,9 +31,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
     ("op", "reference", "width"),
     [
         (linear_int8_weight_triton, linear_int8_weight, 1),
-        (gated_linear_int8_weight_triton, gated_linear_int8_weight, 2),
+        (gated(linear_int8_weight_triton), gated(linear_int8_weight), 2),
         (linear_fp8_weight_triton, linear_fp8_weight, 1),
-        (gated_linear_fp8_weight_triton, gated_linear_fp8_weight, 2),
+        (gated(linear_fp8_weight_triton), gated(linear_fp8_weight), 2),
     ],
     ids=["int8", "gated int8", "fp8", "gated fp8"],
 )
@@ -44,7 +41,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.15}
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "in_size", "out_size"),
-    [(0, 16, 16), (1, 128, 64), (3, 17, 29), (33, 576, 70), (70, 192, 130), (MOST_ROWS + 1, 192, 70), (300, 17, 29)],
+    [(0, 16, 16), (1, 128, 64), (3, 17, 29), (33, 576, 70), (70, 192, 130), (KERNEL_ROWS + 1, 192, 70), (300, 17, 29)],
 )
 def test_products_are_those_of_the_reference(
     op: Op, reference: Op, width: int, dtype: torch.dtype, has_bias: bool, rows: int, in_size: int, out_size: int
@@ -63,7 +60,7 @@ def test_products_are_those_of_the_reference(
 def test_defaults_occupy_the_gpu_and_leave_every_split_enough_to_read(
     rows: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda_server.kernels.triton.linear_quantized.num_processors", lambda _: 132)
+    monkeypatch.setattr("pagoda_server.kernels.triton.linear.num_processors", lambda _: 132)
     config = kernel_config(rows, sizes, torch.device("cuda"))
     tiles = -(-sizes[1] // config.inputs)
     programs = -(-rows // config.rows) * -(-sizes[0] // config.outputs) * config.splits
@@ -78,6 +75,6 @@ def test_a_gpu_without_float8_is_told_which_option_asked_for_it(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     weight = torch.randn(4, 4).as_subclass(OnOldGpu)
-    for op in (linear_fp8_weight_triton, gated_linear_fp8_weight_triton):
+    for op in (linear_fp8_weight_triton, gated(linear_fp8_weight_triton)):
         with pytest.raises(ValueError, match=r"--quantization fp8 .*8\.9.* 8\.0; --quantization int8"):
             op(weight, None)

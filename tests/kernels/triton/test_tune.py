@@ -17,7 +17,7 @@ import torch
 from pagoda_server.kernels.triton import configs, tune
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, remembered, table_path, trying, tuned
 from pagoda_server.kernels.triton.inputs import ModelShape
-from pagoda_server.kernels.triton.linear import gated_linear_triton, linear_triton
+from pagoda_server.kernels.triton.linear import linear_triton
 from pagoda_server.kernels.triton.timing import num_copies
 from pagoda_server.kernels.triton.tune import (
     CannotTune,
@@ -381,7 +381,7 @@ def tiny_spaces() -> list[Space]:
         prefill_space(TINY, torch.bfloat16, ((1, 20, 20), (1, 40, 8))),
         sampling_space(300, 2),
         *layer_spaces(TINY, (2, 3)),
-        *product_spaces(TINY, "linear", linear_triton, gated_linear_triton, (1, 16)),
+        *product_spaces(TINY, "linear", linear_triton, (1, 16)),
     ]
 
 
