@@ -13,6 +13,7 @@ from pagoda.v1 import control_pb2, inference_pb2
 from ... import installed_version
 from ..errors import InvalidArgument, ResourceExhausted, to_status
 from ..request.admission import Admission
+from ..request.client_call import Context
 from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.output import ClientWriter
@@ -29,7 +30,7 @@ from .kserve_tensors import (
     most_entries,
 )
 from .protocols import kserve_pb2 as kserve
-from .translation import REASONS, Context, Translation
+from .translation import REASONS, Translation
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_STREAMS = 64  # calls of ModelStreamInfer at once; each may hold a message that is being read

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import grpc
 
 from pagoda.v1 import inference_pb2
 
 from ..errors import InvalidArgument, PagodaError, Unimplemented
+from ..request.client_call import Context
 from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reason = inference_pb2.FinishReason
 # As vLLM names them, whose words both protocols take.
 REASONS = {

@@ -18,13 +18,14 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 from ... import installed_version
 from ...settings.request import MAX_CHOICES
 from ..errors import InvalidArgument, NotFound, Unimplemented
+from ..request.client_call import Context
 from ..request.fields import Limits, check_count, check_integer
 from ..request.inference import InferenceServicer
 from ..request.output import ClientWriter
 from ..request.receiving import from_protobuf
 from .protocols import smg_common_pb2
 from .protocols import vllm_engine_pb2 as vllm
-from .translation import REASONS, Context, Translation
+from .translation import REASONS, Translation
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MAX_ABORTS = 64  # ids in one call of Abort

@@ -18,13 +18,13 @@ from ..errors import (
     Unauthenticated,
     to_status,
 )
+from ..request.client_call import Context
 from ..request.receiving import SMALL_BYTES, Messages
 from ..tenants.caller import Right, set_caller
 from ..tenants.identity import Identities
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Refusal: TypeAlias = "Callable[[str], PagodaError | None]"
 
 GRPC_LOGGER = "grpc._cython.cygrpc"

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-import grpc
 from grpc_health.v1 import health, health_pb2
 
 from pagoda.engine.v1 import engine_pb2
@@ -17,6 +16,7 @@ from ..answers.formats import AnswerFormat
 from ..engines.channel import Dispatcher, EngineChannel
 from ..errors import InvalidArgument, Unavailable
 from ..request.admission import Admission, LiveRequests
+from ..request.client_call import Context
 from ..request.fields import Limits
 from ..request.validation import recommended_sampling
 from ..request.wire import MAX_FIELDS
@@ -101,9 +101,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._traces = Places("GetStepTrace", MAX_TRACES)
 
     async def GetServerInfo(
-        self,
-        request: control_pb2.GetServerInfoRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
+        self, request: control_pb2.GetServerInfoRequest, context: Context
     ) -> control_pb2.ServerInfo:
         limits = self._limits()
         restarts = self._engine_restarts()
@@ -130,9 +128,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return seen_info(info)
 
     async def ListModels(
-        self,
-        request: control_pb2.ListModelsRequest,
-        context: grpc.aio.ServicerContext[control_pb2.ListModelsRequest, control_pb2.ListModelsResponse],
+        self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
         if not (ready := self._dispatcher.ready):
             raise Unavailable("the engine is loading or being restarted")
@@ -161,25 +157,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
         return control_pb2.ListModelsResponse(models=[model])
 
-    async def GetLoad(
-        self,
-        request: control_pb2.GetLoadRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
-    ) -> control_pb2.Load:
+    async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.Load:
         return seen_load(self.load())
 
-    async def WatchLoad(
-        self,
-        request: control_pb2.WatchLoadRequest,
-        context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
-    ) -> None:
+    async def WatchLoad(self, request: control_pb2.WatchLoadRequest, context: Context) -> None:
         await self._feed.watch(request, context)
 
-    async def GetStepTrace(
-        self,
-        request: trace_pb2.GetStepTraceRequest,
-        context: grpc.aio.ServicerContext[trace_pb2.GetStepTraceRequest, trace_pb2.StepTracePart],
-    ) -> None:
+    async def GetStepTrace(self, request: trace_pb2.GetStepTraceRequest, context: Context) -> None:
         if request.HasField("last_s") and not request.last_s > 0:
             raise InvalidArgument("last_s", f"is {request.last_s:g}, must be above 0")
         self._dispatcher.pick()
@@ -217,28 +201,16 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._live = live
         self._state = state
 
-    async def Abort(
-        self,
-        request: admin_pb2.AbortRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
-    ) -> admin_pb2.AbortResponse:
+    async def Abort(self, request: admin_pb2.AbortRequest, context: Context) -> admin_pb2.AbortResponse:
         self._live.abort(tenant_to_abort_for(request), request.request_id)
         return admin_pb2.AbortResponse()
 
-    async def Drain(
-        self,
-        request: admin_pb2.DrainRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
-    ) -> admin_pb2.DrainResponse:
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         await self.start_draining()
         await self._live.wait_idle()
         return admin_pb2.DrainResponse()
 
-    async def FlushCache(
-        self,
-        request: admin_pb2.FlushCacheRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.FlushCacheRequest, admin_pb2.FlushCacheResponse],
-    ) -> admin_pb2.FlushCacheResponse:
+    async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheResponse:
         self._dispatcher.pick()
         freed = [await channel.flush_cache() for channel in self._dispatcher.ready]
         return admin_pb2.FlushCacheResponse(freed_blocks=sum(freed))

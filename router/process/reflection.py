@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
@@ -15,11 +14,10 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ..request.admission import Admission
+from ..request.client_call import Context
 from ..request.output import ClientWriter
 from ..request.receiving import SMALL_BYTES
 from ..tenants.caller import caller
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 OLD, NEW = "grpc.reflection.v1alpha", "grpc.reflection.v1"
 NEW_FILE = "grpc/reflection/v1/reflection.proto"

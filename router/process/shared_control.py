@@ -24,6 +24,7 @@ from pagoda.v1 import (
 )
 
 from ..errors import STATUS_DETAILS_KEY, NotFound, Passed, Unavailable
+from ..request.client_call import Context
 from ..request.inference import InferenceServicer
 from ..request.receiving import SMALL_BYTES, Messages
 from ..request.services import SERVICE
@@ -177,9 +178,7 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         self._feed = LoadFeed(self.current_load)
 
     async def GetServerInfo(
-        self,
-        request: control_pb2.GetServerInfoRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
+        self, request: control_pb2.GetServerInfoRequest, context: Context
     ) -> control_pb2.ServerInfo:
         info = await self._own.GetServerInfo(request, context)
         for other in await self._group.ask_control(lambda stub: stub.GetServerInfo(request, timeout=ASK_TIMEOUT_S)):
@@ -190,31 +189,17 @@ class SharedControl(control_pb2_grpc.ControlServicer):
         return info
 
     async def ListModels(
-        self,
-        request: control_pb2.ListModelsRequest,
-        context: grpc.aio.ServicerContext[control_pb2.ListModelsRequest, control_pb2.ListModelsResponse],
+        self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
         return await self._own.ListModels(request, context)
 
-    async def GetLoad(
-        self,
-        request: control_pb2.GetLoadRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.Load],
-    ) -> control_pb2.Load:
+    async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.Load:
         return seen_load(await self.current_load())
 
-    async def WatchLoad(
-        self,
-        request: control_pb2.WatchLoadRequest,
-        context: grpc.aio.ServicerContext[control_pb2.WatchLoadRequest, control_pb2.Load],
-    ) -> None:
+    async def WatchLoad(self, request: control_pb2.WatchLoadRequest, context: Context) -> None:
         await self._feed.watch(request, context)
 
-    async def GetStepTrace(
-        self,
-        request: trace_pb2.GetStepTraceRequest,
-        context: grpc.aio.ServicerContext[trace_pb2.GetStepTraceRequest, trace_pb2.StepTracePart],
-    ) -> None:
+    async def GetStepTrace(self, request: trace_pb2.GetStepTraceRequest, context: Context) -> None:
         await self._own.GetStepTrace(request, context)
 
     async def current_load(self) -> control_pb2.Load:
@@ -232,11 +217,7 @@ class SharedAdmin(admin_pb2_grpc.AdminServicer):
         self._own = own
         self._group = group
 
-    async def Abort(
-        self,
-        request: admin_pb2.AbortRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.AbortRequest, admin_pb2.AbortResponse],
-    ) -> admin_pb2.AbortResponse:
+    async def Abort(self, request: admin_pb2.AbortRequest, context: Context) -> admin_pb2.AbortResponse:
         """Abort the request on every router: several hold one if a client used its id twice."""
         request = admin_pb2.AbortRequest(request_id=request.request_id, tenant=tenant_to_abort_for(request))
         ended = await self._group.ask_admin(lambda stub: stub.Abort(request, timeout=ASK_TIMEOUT_S))
@@ -247,19 +228,11 @@ class SharedAdmin(admin_pb2_grpc.AdminServicer):
                 raise
             return admin_pb2.AbortResponse()
 
-    async def Drain(
-        self,
-        request: admin_pb2.DrainRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.DrainRequest, admin_pb2.DrainResponse],
-    ) -> admin_pb2.DrainResponse:
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         # Drain this router first: one that starts too late for the call below asks this one.
         await self._own.start_draining()
         await self._group.ask_admin(lambda stub: stub.Drain(request))
         return await self._own.Drain(request, context)
 
-    async def FlushCache(
-        self,
-        request: admin_pb2.FlushCacheRequest,
-        context: grpc.aio.ServicerContext[admin_pb2.FlushCacheRequest, admin_pb2.FlushCacheResponse],
-    ) -> admin_pb2.FlushCacheResponse:
+    async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheResponse:
         return await self._own.FlushCache(request, context)  # all routers share the engines

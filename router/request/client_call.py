@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+import grpc
 
 from pagoda.v1 import inference_pb2
 
 from ..errors import DeadlineExceeded
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # of a gRPC call, whatever its messages are
 
 
 class ClientCall(Protocol):

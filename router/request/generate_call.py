@@ -26,6 +26,9 @@ from .resuming import KeepingOutput, KeptStream, ResumedStream
 from .token_times import TokenTimes
 from .validation import GenerateParams
 
+_OWN = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+# What engines count in a sequence's usage, and a call sums.
+_SUMMED = [name for name in inference_pb2.Usage.DESCRIPTOR.fields_by_name if name not in _OWN]
 _PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
 Stream: TypeAlias = EngineStream | ResumedStream
 
@@ -200,19 +203,13 @@ class GenerateCall:
 
     def usage(self) -> inference_pb2.Usage:
         """The tokens so far. Cached and drafted tokens count those of sequences that have ended."""
-        return inference_pb2.Usage(
-            prompt_tokens=self._prompt_len,
-            completion_tokens=self.num_tokens,
-            # A sequence that was resumed may have found some of its own output in the cache.
-            cached_tokens=min(
-                max((output.ended.cached_tokens for output in self._outputs if output.ended), default=0),
-                self._prompt_len,
-            ),
-            reasoning_tokens=sum(output.num_reasoning for output in self._outputs),
-            drafted_tokens=sum(output.ended.drafted_tokens for output in self._outputs if output.ended),
-            accepted_tokens=sum(output.ended.accepted_tokens for output in self._outputs if output.ended),
-            forced_tokens=sum(output.ended.forced_tokens for output in self._outputs if output.ended),
-        )
+        counts = [output.ended.usage for output in self._outputs if output.ended]
+        usage = inference_pb2.Usage(**{name: sum(getattr(each, name) for each in counts) for name in _SUMMED})
+        usage.prompt_tokens, usage.completion_tokens = self._prompt_len, self.num_tokens
+        # A sequence that was resumed may have found some of its own output in the cache.
+        usage.cached_tokens = min(max((each.cached_tokens for each in counts), default=0), self._prompt_len)
+        usage.reasoning_tokens = sum(output.num_reasoning for output in self._outputs)
+        return usage
 
     def timing(self) -> inference_pb2.Timing:
         """The times so far. Those in the engine are 0 until a sequence has ended."""
@@ -223,20 +220,10 @@ class GenerateCall:
 
 def timing_of(ends: Iterable[engine_pb2.Ended], first_s: float, total_s: float) -> inference_pb2.Timing:
     """The times and counts of the slowest sequence."""
-    slowest = max(ends, key=time_in_engine, default=engine_pb2.Ended())
-    return inference_pb2.Timing(
-        queue_s=slowest.queue_s,
-        prefill_s=slowest.prefill_s,
-        decode_s=slowest.decode_s,
-        preempted_s=slowest.preempted_s,
-        preemptions=slowest.preemptions,
-        preempted_tokens=slowest.preempted_tokens,
-        recomputed_tokens=slowest.recomputed_tokens,
-        saved_tokens=slowest.saved_tokens,
-        loaded_tokens=slowest.loaded_tokens,
-        time_to_first_token_s=first_s,
-        total_s=total_s,
-    )
+    timing = inference_pb2.Timing()
+    timing.CopyFrom(max(ends, key=time_in_engine, default=engine_pb2.Ended()).timing)
+    timing.time_to_first_token_s, timing.total_s = first_s, total_s
+    return timing
 
 
 def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:

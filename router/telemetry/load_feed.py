@@ -7,13 +7,12 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, TypeAlias
-
-import grpc
+from typing import TypeAlias
 
 from pagoda.v1 import control_pb2
 
 from ..errors import ResourceExhausted
+from ..request.client_call import Context
 from ..request.fields import check_number
 from ..tenants.own_view import seen_load
 
@@ -23,7 +22,6 @@ LOAD_AGE_S = 0.025  # of the load that watchers share; half of the shortest inte
 MAX_TRACES = 4  # calls of GetStepTrace, each of which may hold megabytes
 RETRY_S = 1.0
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Load: TypeAlias = control_pb2.Load
 
 

@@ -11,7 +11,7 @@ from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.serving.codec import InvalidMessage, Rejected, check_submit, sequences_from_submit
 from pagoda_server.settings.sampling import PARAMETERS
 
-FOR_THE_ROUTER = {"n"}
+FOR_THE_ROUTER = {"n", "typical_p"}
 
 
 def received(sampling: inference_pb2.Sampling, index: int = 0) -> Sequence:
