@@ -6,8 +6,8 @@ and positions only, so that it can be launched before the tokens of the step bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,54 +22,65 @@ IN_PROMPT = 1 << 30  # of a count: the prompt holds the token
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below it, a division would give no number
 
 
-def _row(dtype: torch.dtype, neutral: float, width: str = "") -> dict[str, Any]:
-    return {"dtype": dtype, "neutral": neutral, "width": width}
+# What a row holds in `numbers` and in `integers`, a column each, and the value that changes no choice.
+NUMBERS: Mapping[str, float] = {
+    "temperature": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "top_n_sigma": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+INTEGERS: Mapping[str, int] = {
+    "top_k": 0,
+    "seed_low": 0,
+    "seed_high": 0,
+    "min_position": 0,
+    "num_logprobs": -1,
+    "is_masked": 0,
+    "num_stops": 0,
+    "num_biases": 0,
+}
+COLUMNS = {name: column for names in (NUMBERS, INTEGERS) for column, name in enumerate(names)}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How the sequence of each row chooses its tokens. All [max_rows, …], on the device, at fixed addresses.
+    """How the sequence of each row chooses its tokens. All on the device, at fixed addresses.
 
-    temperature         [max_rows] float32; below SMALLEST_TEMPERATURE: the most likely token
-    top_k               [max_rows] int32; 0: all; 1: the most likely token, of equals the one with the lowest id
-    top_p, min_p        [max_rows] float32; 1 and 0: all
-    top_n_sigma         [max_rows] float32; 0: all
-    seed_low, seed_high  [max_rows] int32, halves of the 64-bit seed
-    repetition_penalty, presence_penalty, frequency_penalty  [max_rows] float32; 1, 0 and 0: none
-    min_position        [max_rows] int32; before it (tokens of the sequence, prompt included) no stop id is chosen
-    num_logprobs        [max_rows] int32; -1: none, 0: of the chosen token, N: also of the N most likely
-    is_masked           [max_rows] int32; 1: only tokens of token_masks can be chosen
-    num_stops, num_biases  [max_rows] int32, how many entries of the next three fields the row has; the others are
-                        undefined and never read
-    stop_ids            [max_rows, max_stops] int32
-    bias_ids, bias      [max_rows, max_biases] int32 and float32; no id twice
-    token_masks         [max_rows + max_drafts, ceil(vocab / 32)] int32, bit i of word w: token 32 * w + i can be
-                        chosen. Those behind max_rows are of rows behind drafts: see Verified
-    counts              [max_rows, vocab] int32: times that the output holds the token, plus IN_PROMPT
-    last_token          [max_rows] int32, the token that was chosen last
+    numbers        [max_rows, len(NUMBERS)] float32
+    integers       [max_rows, len(INTEGERS)] int32
+    stop_ids       [max_rows, max_stops] int32
+    bias_ids, bias [max_rows, max_biases] int32 and float32; no id twice
+    token_masks    [max_rows + max_drafts, ceil(vocab / 32)] int32, bit i of word w: token 32 * w + i can be chosen.
+                   Those behind max_rows are of rows behind drafts: see Verified
+    counts         [max_rows, vocab] int32: times that the output holds the token, plus IN_PROMPT
+    last_token     [max_rows] int32, the token that was chosen last
+
+    Each column is an attribute, too, a view [max_rows]. Those of `Draws` and `LogitAdjustments` mean what they mean
+    there, except that a row is greedy below SMALLEST_TEMPERATURE or with top_k 1. The others:
+
+    seed_low, seed_high    halves of the 64-bit seed
+    min_position           before it (tokens of the sequence, prompt included) no stop id is chosen
+    num_logprobs           -1: none, 0: of the chosen token, N: also of the N most likely
+    is_masked              1: only tokens of token_masks can be chosen
+    num_stops, num_biases  entries that the row has of stop_ids and of bias; the others are never read
     """
 
-    temperature: Tensor = field(metadata=_row(torch.float32, 0))
-    top_k: Tensor = field(metadata=_row(torch.int32, 0))
-    top_p: Tensor = field(metadata=_row(torch.float32, 1))
-    min_p: Tensor = field(metadata=_row(torch.float32, 0))
-    top_n_sigma: Tensor = field(metadata=_row(torch.float32, 0))
-    seed_low: Tensor = field(metadata=_row(torch.int32, 0))
-    seed_high: Tensor = field(metadata=_row(torch.int32, 0))
-    repetition_penalty: Tensor = field(metadata=_row(torch.float32, 1))
-    presence_penalty: Tensor = field(metadata=_row(torch.float32, 0))
-    frequency_penalty: Tensor = field(metadata=_row(torch.float32, 0))
-    min_position: Tensor = field(metadata=_row(torch.int32, 0))
-    num_logprobs: Tensor = field(metadata=_row(torch.int32, -1))
-    is_masked: Tensor = field(metadata=_row(torch.int32, 0))
-    num_stops: Tensor = field(metadata=_row(torch.int32, 0))
-    num_biases: Tensor = field(metadata=_row(torch.int32, 0))
-    stop_ids: Tensor = field(metadata=_row(torch.int32, -1, "stops"))
-    bias_ids: Tensor = field(metadata=_row(torch.int32, -1, "biases"))
-    bias: Tensor = field(metadata=_row(torch.float32, 0, "biases"))
-    token_masks: Tensor = field(metadata=_row(torch.int32, 0, "words"))
-    counts: Tensor = field(metadata=_row(torch.int32, 0, "vocab"))
-    last_token: Tensor = field(metadata=_row(torch.int32, 0))
+    numbers: Tensor
+    integers: Tensor
+    stop_ids: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    token_masks: Tensor
+    counts: Tensor
+    last_token: Tensor
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in COLUMNS:
+            raise AttributeError(name)
+        return (self.numbers if name in NUMBERS else self.integers)[:, COLUMNS[name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +114,23 @@ class SampledRows:
     top: Tensor
 
 
-_NAMES = {each.name for each in fields(SamplingRows)}
-
-
 def allocate_rows(
     max_rows: int, vocab: int, max_stops: int, max_biases: int, device: torch.device, max_drafts: int = 0
 ) -> SamplingRows:
     """Rows that take their most likely token, and nothing else."""
-    widths = {"": (), "stops": (max_stops,), "biases": (max_biases,), "words": (-(-vocab // 32),), "vocab": (vocab,)}
+
+    def filled(value: float, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
     return SamplingRows(
-        **{
-            each.name: torch.full(
-                (max_rows + max_drafts * (each.name == "token_masks"), *widths[each.metadata["width"]]),
-                each.metadata["neutral"],
-                dtype=each.metadata["dtype"],
-                device=device,
-            )
-            for each in fields(SamplingRows)
-        }
+        numbers=torch.tensor([*NUMBERS.values()], dtype=torch.float32, device=device).repeat(max_rows, 1),
+        integers=torch.tensor([*INTEGERS.values()], dtype=torch.int32, device=device).repeat(max_rows, 1),
+        stop_ids=filled(-1, max_rows, max_stops),
+        bias_ids=filled(-1, max_rows, max_biases),
+        bias=filled(0, max_rows, max_biases, dtype=torch.float32),
+        token_masks=filled(0, max_rows + max_drafts, -(-vocab // 32)),
+        counts=filled(0, max_rows, vocab),
+        last_token=filled(0, max_rows),
     )
 
 
@@ -164,7 +174,7 @@ def sample_rows(
         for back in range(int(rank.max()) - 1 if len(live) else 0):
             behind = (rank > back + 1).nonzero()[:, 0]
             counts[behind, verified.tokens[live[behind] - back]] += 1
-        mask_row = torch.where(rank > 1, len(sampling.temperature) + live, row)
+        mask_row = torch.where(rank > 1, len(sampling.numbers) + live, row)
     adjusted = raw.clone()
     adjust_logits(adjusted, _adjustments(row, position, counts, mask_row, sampling))
     tokens = sample(adjusted, _draws(row, position, sampling))
@@ -225,5 +235,5 @@ def _draws(row: Tensor, position: Tensor, sampling: SamplingRows) -> Draws:
     drawing = ((sampling.temperature[row] >= SMALLEST_TEMPERATURE) & (sampling.top_k[row] != 1)).nonzero()[:, 0]
     of_draw = row[drawing]
     seeds = (sampling.seed_high[of_draw].long() << 32) | (sampling.seed_low[of_draw].long() & 0xFFFF_FFFF)
-    parameters = {each.name: getattr(sampling, each.name)[of_draw] for each in fields(Draws) if each.name in _NAMES}
+    parameters = {each.name: getattr(sampling, each.name)[of_draw] for each in fields(Draws) if each.name in COLUMNS}
     return Draws(rows=drawing, seed=seeds, positions=position[drawing], **parameters)

@@ -121,19 +121,15 @@ def sample_rows_triton(
     num_tiles = triton.cdiv(vocab, config.tile)
     s = sampling
     p = partials
-    draws = (s.temperature, s.top_k, s.top_p, s.min_p, s.top_n_sigma, s.seed_low, s.seed_high)
-    penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
     scanned = (p.tile_best, p.tile_token, p.tile_score, p.tile_mass, p.group_best, p.moments)
     raw = (p.raw_best, p.raw_mass, p.raw_group_best)
     ranks, step_tokens = (None, None) if verified is None else (verified.ranks, verified.tokens)
     scan_kernel[(num_tiles, batch)](
         logits, rows, positions, ranks, step_tokens,
-        *draws, *penalties,
-        s.min_position, s.num_logprobs, s.is_masked, s.num_stops, s.num_biases, s.stop_ids, s.bias_ids, s.bias,
-        s.token_masks, s.counts,
+        s.numbers, s.integers, s.stop_ids, s.bias_ids, s.bias, s.token_masks, s.counts,
         p.adjusted, p.is_changed, *scanned, *raw,
         vocab, logits.stride(0), s.stop_ids.shape[1], s.bias_ids.shape[1], s.token_masks.shape[1],
-        len(s.temperature),
+        len(s.numbers),
         TILE=config.tile,
         GROUP=GROUP,
         STOPS=triton.next_power_of_2(max(s.stop_ids.shape[1], 1)),
@@ -144,8 +140,7 @@ def sample_rows_triton(
     )  # fmt: skip
     choice_kernel[(batch,)](
         logits, rows, positions, ranks,
-        *draws, *penalties,
-        s.num_logprobs, s.counts, s.last_token,
+        s.numbers, s.integers, s.counts, s.last_token,
         p.adjusted, p.is_changed, *scanned, *raw, p.hits, p.near, p.near_ids,
         out.tokens, out.chosen, out.top_ids, out.top,
         vocab, logits.stride(0), num_tiles,

@@ -12,9 +12,23 @@ import triton
 import triton.language as tl
 
 from .dependent_launch import await_previous
-from .gumbel import gumbel, noise_key
+from .gumbel import gumbel
 from .row_sampling_logprobs import note_logprobs
-from .row_sampling_scan import LOG2_E, distance, draws_of
+from .row_sampling_scan import (
+    LOG2_E,
+    MIN_P,
+    NUM_INTEGERS,
+    NUM_LOGPROBS,
+    NUM_NUMBERS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_N_SIGMA,
+    TOP_P,
+    distance,
+    draws_of,
+    noise_of,
+    penalties_of,
+)
 from .row_sampling_search import (
     GREATEST,
     LEAST,
@@ -124,19 +138,19 @@ def _deviation(moments, tile_best, best, t, num_tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _draw_limited(
-    row, key, best, logits, adjusted, is_changed, hits, near, near_ids, group_best, tile_best, tile_mass,
-    moments, temperature, top_k, top_p, min_p, top_n_sigma, vocab, num_tiles,
+    numbers, integers, key, best, logits, adjusted, is_changed, hits, near, near_ids, group_best, tile_best, tile_mass,
+    moments, vocab, num_tiles,
     TILES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    t, k, p, m = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    t, k, p = tl.load(numbers + TEMPERATURE), tl.load(integers + TOP_K), tl.load(numbers + TOP_P)
     is_topped = (k > 0) & (k < vocab)
     groups, num_groups = tl.arange(0, GROUPS), num_tiles * (TILE // GROUP)
     nearest = _bits(distance(tl.load(group_best + groups, mask=groups < num_groups, other=-float("inf")), best, t))
     nearest = tl.where(groups < num_groups, nearest, GREATEST)
 
     # Min-p and top-nσ are distances, but top-k comes before them: where there is one, its tokens are those to look at.
-    least_likely = _bits(0.0 - tl.log(m))
-    sigmas = tl.load(top_n_sigma + row)
+    least_likely = _bits(0.0 - tl.log(tl.load(numbers + MIN_P)))
+    sigmas = tl.load(numbers + TOP_N_SIGMA)
     if sigmas > 0:
         deviation = _deviation(moments, tile_best, best, t, num_tiles, TILES)
         least_likely = tl.minimum(least_likely, _bits(sigmas * deviation))
@@ -191,8 +205,7 @@ def choice_kernel(
     # the step; ranks is None where no sequence can have drafts
     logits, rows, positions, ranks,
     # the sequences' rows
-    temperature, top_k, top_p, min_p, top_n_sigma, seed_low, seed_high, repetition, presence, frequency, num_logprobs,
-    counts, last_token,
+    numbers, integers, counts, last_token,
     # of the scan: see Partials
     adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, moments, raw_best, raw_mass,
     raw_group_best, hits, near, near_ids,
@@ -207,6 +220,8 @@ def choice_kernel(
     row = tl.load(rows + at).to(tl.int64)
     if row < 0:
         return
+    numbers += row * NUM_NUMBERS
+    integers += row * NUM_INTEGERS
     num_groups = num_tiles * (TILE // GROUP)
     logits += at * logits_stride
     hits += at * num_groups
@@ -218,20 +233,20 @@ def choice_kernel(
         tl.store(tokens + at, -1)
         return
 
-    draws, _, is_limited = draws_of(row, temperature, top_k, top_p, min_p, top_n_sigma, vocab)
+    draws, _, is_limited = draws_of(numbers, integers, vocab)
     if draws & is_limited:
-        key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
+        key = noise_of(integers, tl.load(positions + at))
         token = _draw_limited(
-            row, key, best, logits, adjusted + at * vocab, tl.load(is_changed + at) != 0, hits,
+            numbers, integers, key, best, logits, adjusted + at * vocab, tl.load(is_changed + at) != 0, hits,
             near + at * num_groups * GROUP, near_ids + at * num_groups * GROUP, group_best + at * num_groups,
             tile_best + at * num_tiles, tile_mass + at * num_tiles,
-            moments + 3 * at * num_tiles, temperature, top_k, top_p, min_p, top_n_sigma, vocab, num_tiles,
+            moments + 3 * at * num_tiles, vocab, num_tiles,
             TILES, GROUPS, TILE, CHUNK, GROUP,
         )  # fmt: skip
     else:
         if draws:
             scores = tl.load(tile_score + at * num_tiles + tiles, mask=is_tile, other=-float("inf"))
-            scores -= distance(bests, best, tl.load(temperature + row))
+            scores -= distance(bests, best, tl.load(numbers + TEMPERATURE))
             leader = tl.argmax(scores, axis=0)
         token = tl.load(tile_token + at * num_tiles + leader)
 
@@ -240,11 +255,11 @@ def choice_kernel(
     if ranks is not None:
         is_noted = tl.load(ranks + at) == 0
     tl.store(last_token + row, token, mask=is_noted)
-    r, p, f = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
-    if ((r != 1) | (p != 0) | (f != 0)) & is_noted:
+    _, _, _, has_penalties = penalties_of(numbers)
+    if has_penalties & is_noted:
         count = counts + row * vocab + token
         tl.store(count, tl.load(count) + 1)
-    asked = tl.load(num_logprobs + row)
+    asked = tl.load(integers + NUM_LOGPROBS)
     if asked >= 0:
         note_logprobs(
             asked, token, logits, raw_best + at * num_tiles, raw_mass + at * num_tiles,

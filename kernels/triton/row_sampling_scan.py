@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..row_sampling import IN_PROMPT, SMALLEST_TEMPERATURE
+from ..row_sampling import COLUMNS, IN_PROMPT, INTEGERS, NUMBERS, SMALLEST_TEMPERATURE
 from .dependent_launch import await_previous
 from .gumbel import gumbel, noise_key
 
@@ -16,16 +16,47 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 _SMALLEST_TEMPERATURE = tl.constexpr(SMALLEST_TEMPERATURE)
 _TIMES = tl.constexpr(IN_PROMPT - 1)
 
+# The columns of a row's parameters.
+NUM_NUMBERS, NUM_INTEGERS = tl.constexpr(len(NUMBERS)), tl.constexpr(len(INTEGERS))
+TEMPERATURE = tl.constexpr(COLUMNS["temperature"])
+TOP_P = tl.constexpr(COLUMNS["top_p"])
+MIN_P = tl.constexpr(COLUMNS["min_p"])
+TOP_N_SIGMA = tl.constexpr(COLUMNS["top_n_sigma"])
+REPETITION = tl.constexpr(COLUMNS["repetition_penalty"])
+PRESENCE = tl.constexpr(COLUMNS["presence_penalty"])
+FREQUENCY = tl.constexpr(COLUMNS["frequency_penalty"])
+TOP_K = tl.constexpr(COLUMNS["top_k"])
+SEED_LOW = tl.constexpr(COLUMNS["seed_low"])
+SEED_HIGH = tl.constexpr(COLUMNS["seed_high"])
+NUM_LOGPROBS = tl.constexpr(COLUMNS["num_logprobs"])
+_MIN_POSITION = tl.constexpr(COLUMNS["min_position"])
+_IS_MASKED = tl.constexpr(COLUMNS["is_masked"])
+_NUM_STOPS = tl.constexpr(COLUMNS["num_stops"])
+_NUM_BIASES = tl.constexpr(COLUMNS["num_biases"])
+
 
 @triton.jit
-def draws_of(row, temperature, top_k, top_p, min_p, top_n_sigma, vocab):
+def draws_of(numbers, integers, vocab):
     """Whether a row's token is drawn, whether top-k limits that, and whether anything does."""
-    k = tl.load(top_k + row)
-    draws = (tl.load(temperature + row) >= _SMALLEST_TEMPERATURE) & (k != 1)
+    k = tl.load(integers + TOP_K)
+    draws = (tl.load(numbers + TEMPERATURE) >= _SMALLEST_TEMPERATURE) & (k != 1)
     is_topped = (k > 0) & (k < vocab)
-    is_limited = is_topped | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
-    is_limited |= tl.load(top_n_sigma + row) > 0
+    is_limited = is_topped | (tl.load(numbers + TOP_P) < 1) | (tl.load(numbers + MIN_P) > 0)
+    is_limited |= tl.load(numbers + TOP_N_SIGMA) > 0
     return draws, is_topped, is_limited
+
+
+@triton.jit
+def penalties_of(numbers):
+    """A row's penalties for repetition, presence and frequency, and whether it has any."""
+    r, p, f = tl.load(numbers + REPETITION), tl.load(numbers + PRESENCE), tl.load(numbers + FREQUENCY)
+    return r, p, f, (r != 1) | (p != 0) | (f != 0)
+
+
+@triton.jit
+def noise_of(integers, position):
+    """The key of a row's noise at a position."""
+    return noise_key(tl.load(integers + SEED_LOW), tl.load(integers + SEED_HIGH), position)
 
 
 @triton.jit
@@ -59,8 +90,7 @@ def scan_kernel(
     # the step; ranks and step_tokens are None where no sequence can have drafts
     logits, rows, positions, ranks, step_tokens,
     # the sequences' rows
-    temperature, top_k, top_p, min_p, top_n_sigma, seed_low, seed_high, repetition, presence, frequency, min_position,
-    num_logprobs, is_masked, num_stops, num_biases, stop_ids, bias_ids, bias, token_masks, counts,
+    numbers, integers, stop_ids, bias_ids, bias, token_masks, counts,
     # results, one a tile or a group: see Partials
     adjusted, is_changed, tile_best, tile_token, tile_score, tile_mass, group_best, moments, raw_best, raw_mass,
     raw_group_best,
@@ -73,6 +103,8 @@ def scan_kernel(
     row = tl.load(rows + at).to(tl.int64)
     if row < 0:
         return
+    numbers += row * NUM_NUMBERS
+    integers += row * NUM_INTEGERS
     GROUPS: tl.constexpr = TILE // GROUP
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
@@ -80,7 +112,7 @@ def scan_kernel(
     group_slots = slot * GROUPS + tl.arange(0, GROUPS)
     x = tl.load(logits + at * logits_stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
 
-    asked = tl.load(num_logprobs + row)
+    asked = tl.load(integers + NUM_LOGPROBS)
     if asked >= 0:
         most = tl.max(x, axis=0)
         origin = tl.where(most == -float("inf"), 0.0, most)
@@ -90,8 +122,7 @@ def scan_kernel(
             tl.store(raw_group_best + group_slots, tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1))
 
     # Penalties
-    r, p, f = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
-    has_penalties = (r != 1) | (p != 0) | (f != 0)
+    r, p, f, has_penalties = penalties_of(numbers)
     if has_penalties:
         count = tl.load(counts + row * vocab + ids, mask=inside, other=0)
         x = tl.where(count != 0, _penalised(x, count, r, p, f), x)
@@ -106,10 +137,10 @@ def scan_kernel(
                 raw = tl.load(logits + at * logits_stride + draft).to(tl.float32)
                 x = tl.where(ids == draft, _penalised(raw, count_of_draft, r, p, f), x)
 
-    restricted = tl.load(is_masked + row) != 0
+    restricted = tl.load(integers + _IS_MASKED) != 0
 
-    num_biased, num_banned = tl.load(num_biases + row), tl.load(num_stops + row)
-    num_banned = tl.where(tl.load(positions + at) < tl.load(min_position + row), num_banned, 0)
+    num_biased, num_banned = tl.load(integers + _NUM_BIASES), tl.load(integers + _NUM_STOPS)
+    num_banned = tl.where(tl.load(positions + at) < tl.load(integers + _MIN_POSITION), num_banned, 0)
     has_few = num_biased + num_banned > 0
     changes = has_penalties | restricted | has_few
     if tile == 0:
@@ -144,22 +175,22 @@ def scan_kernel(
     # NaN counts as +inf: either in any tile makes the row broken.
     best, token = tl.max(tl.where(x != x, float("inf"), x), axis=0, return_indices=True)
     tl.store(tile_best + slot, best)
-    draws, is_topped, is_limited = draws_of(row, temperature, top_k, top_p, min_p, top_n_sigma, vocab)
+    draws, is_topped, is_limited = draws_of(numbers, integers, vocab)
     if draws:
-        t = tl.load(temperature + row)
+        t = tl.load(numbers + TEMPERATURE)
         below = distance(x, tl.where(best == -float("inf"), 0.0, best), t)
         if is_limited:
             tl.store(group_best + group_slots, tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1))
             if not is_topped:
                 tl.store(tile_mass + slot, tl.sum(tl.exp2(-below * LOG2_E), axis=0))
-            if tl.load(top_n_sigma + row) > 0:
+            if tl.load(numbers + TOP_N_SIGMA) > 0:
                 count, mean, spread = _moments_of(below)
                 first_moment = moments + 3 * at * num_tiles + tile
                 tl.store(first_moment, count)
                 tl.store(first_moment + num_tiles, mean)
                 tl.store(first_moment + 2 * num_tiles, spread)
         else:
-            key = noise_key(tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + at))
+            key = noise_of(integers, tl.load(positions + at))
             score, token = tl.max(gumbel(key, ids) - below, axis=0, return_indices=True)
             tl.store(tile_score + slot, score)
     tl.store(tile_token + slot, tile * TILE + token)

@@ -106,12 +106,12 @@ def write_drafts(
             if count and seq.token_mask is not None:
                 words = np.empty(sampling.token_masks.shape[1], dtype=np.int32)
                 fill_mask(seq.token_mask, [*seq.tokens, *guesses[:count]], words)
-                sampling.token_masks[len(sampling.temperature) + len(rows)] = torch.from_numpy(words)
+                sampling.token_masks[len(sampling.numbers) + len(rows)] = torch.from_numpy(words)
             rows.append(places[number])
             positions.append(seq.num_tokens + count)
             ranks.append(1 + count if guesses else 0)
             tokens.append([seq.tokens[-1], *guesses][count])
-    device = sampling.temperature.device
+    device = sampling.numbers.device
     numbers = torch.tensor([rows, positions, ranks], dtype=torch.int32, device=device)
     return numbers[0], numbers[1], Verified(numbers[2], torch.tensor(tokens, device=device))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
-from ....kernels.row_sampling import IN_PROMPT, MAX_BIASES, MAX_STOPS
+from ....kernels.row_sampling import IN_PROMPT, INTEGERS, MAX_BIASES, MAX_STOPS, NUMBERS
 from ....settings.sampling import PARAMETERS
 from ...core.sequence import SamplingParams, Sequence, State, TokenMask
 from ...core.step import Chunk
@@ -26,6 +26,7 @@ _ROWS_SENT = 32
 _COUNTS_SENT = 4096
 _MASKS_SENT = 16
 _SENDS_AT_ONCE = 16  # copies of biases or counts under way: each row that starts needs one
+_SENT_BY_ROW = ("numbers", "integers", "stop_ids")
 _MOST = (1 << 31) - 1  # the largest integer of a row
 
 
@@ -104,7 +105,7 @@ class DeviceRows:
                 row.needs_mask = mask.depends_on_tokens
                 places = [row.number]
                 if chunk.drafts:
-                    first = len(self.sampling.temperature) + entry + 1
+                    first = len(self.sampling.numbers) + entry + 1
                     places += range(first, first + len(chunk.drafts))
                 masked[at] = _ChunkMasks(mask, row.seq.tokens, chunk.drafts, places)
             if row.num_counted is not None:
@@ -197,12 +198,11 @@ class _RowParameters:
         self._vocab_size = vocab_size
         self._max_stops, self._max_biases = sampling.stop_ids.shape[1], sampling.bias_ids.shape[1]
         num_masks, self._num_words = sampling.token_masks.shape
-        dtypes = {each.name: getattr(sampling, each.name).dtype for each in fields(SamplingRows)}
-        self._single = [name for name in dtypes if getattr(sampling, name).dim() == 1 and name != "last_token"]
         self._rows = Staging(
             {
                 "row": (torch.int64, _ROWS_SENT),
-                **{name: (dtypes[name], _ROWS_SENT) for name in self._single},
+                "numbers": (torch.float32, _ROWS_SENT * len(NUMBERS)),
+                "integers": (torch.int32, _ROWS_SENT * len(INTEGERS)),
                 "stop_ids": (torch.int32, _ROWS_SENT * self._max_stops),
             },
             device,
@@ -261,20 +261,19 @@ class _RowParameters:
     def _write_single(self, new: list[tuple[int, Sequence]]) -> None:
         arrays, count = self._rows.fill(), len(new)
         arrays["row"][:count] = [row for row, _ in new]
-        stops = arrays["stop_ids"].reshape(_ROWS_SENT, self._max_stops)
+        numbers, integers, stops = (arrays[name].reshape(_ROWS_SENT, -1) for name in _SENT_BY_ROW)
         for at, (_, seq) in enumerate(new):
             params = seq.params if self.fault(seq) is None else SamplingParams()
             values = _single_values(params, seq)
-            for name in self._single:
-                arrays[name][at] = values[name]
+            numbers[at] = [values[name] for name in NUMBERS]
+            integers[at] = [values[name] for name in INTEGERS]
             if params.min_tokens:
                 stops[at, : len(params.stop_token_ids)] = sorted(params.stop_token_ids)
         self._rows.send()
         sent = self._rows.device
-        for name in self._single:
-            getattr(self._sampling, name).index_copy_(0, sent["row"][:count], sent[name][:count])
-        stop_ids = sent["stop_ids"].view(_ROWS_SENT, self._max_stops)
-        self._sampling.stop_ids.index_copy_(0, sent["row"][:count], stop_ids[:count])
+        for name in _SENT_BY_ROW:
+            values_of_rows = sent[name].view(_ROWS_SENT, -1)[:count]
+            getattr(self._sampling, name).index_copy_(0, sent["row"][:count], values_of_rows)
 
     def _write_biases(self, row: int, params: SamplingParams) -> None:
         arrays, count = self._bias.fill(), len(params.logit_bias)
@@ -304,7 +303,7 @@ class _RowParameters:
 
 
 def _single_values(params: SamplingParams, seq: Sequence) -> dict[str, float]:
-    """Return the fields of a row that hold one number."""
+    """Return what a row holds in `numbers` and `integers`, by name, among other numbers."""
     low, high = signed_seeds([params]).view(np.int32)
     return {
         **{each.name: min(getattr(params, each.name), _MOST) for each in PARAMETERS},
