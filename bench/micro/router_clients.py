@@ -224,8 +224,8 @@ async def _ask_channel_alone(pipe: Connection, address: str, pause_s: float, arr
             await link.write(_submit(number, 1, 1))
             while not (step := (await _next(link)).step).ended:
                 pass
-            timing = step.ended[0].timing
-            arrivals.added_ttft_s.append(time.monotonic() - submitted - timing.queue_s - timing.prefill_s)
+            held_s = step.ended[0].queue_s + step.ended[0].prefill_s
+            arrivals.added_ttft_s.append(time.monotonic() - submitted - held_s)
             await asyncio.sleep(random.uniform(0.5, 1.5) * pause_s)
 
 

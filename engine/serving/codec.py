@@ -35,10 +35,7 @@ from ..scheduling.tenants import TenantTable
 
 # What is counted goes into the message's field of the same name.
 _COUNTED = [each.name for each in fields(Counters)]
-_USED, _TIMED = (
-    [each.name for each in fields(Account) if each.name in message.DESCRIPTOR.fields_by_name]
-    for message in (inference_pb2.Usage, inference_pb2.Timing)
-)
+_ACCOUNTED = [each.name for each in fields(Account) if each.name in engine_pb2.Ended.DESCRIPTOR.fields_by_name]
 _END_REASONS = {
     EndReason.STOP: engine_pb2.END_REASON_STOP,
     EndReason.LENGTH: engine_pb2.END_REASON_LENGTH,
@@ -286,7 +283,6 @@ def _logprobs_message(at: int, found: TokenLogprobs) -> engine_pb2.Logprobs:
 
 
 def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
-    account = ended.seq.account
     return engine_pb2.Ended(
         sequence=sequence,
         reason=_END_REASONS[ended.reason],
@@ -294,8 +290,7 @@ def _ended_message(sequence: int, ended: Ended) -> engine_pb2.Ended:
         detail=ended.detail,
         matched_grammar=ended.matched_grammar,
         field=ended.field,
-        usage=inference_pb2.Usage(**{name: getattr(account, name) for name in _USED}),
-        timing=inference_pb2.Timing(**{name: getattr(account, name) for name in _TIMED}),
+        **{name: getattr(ended.seq.account, name) for name in _ACCOUNTED},
     )
 
 

@@ -171,5 +171,4 @@ class Wakeups:
 
 def time_in_engine(ended: engine_pb2.Ended) -> float:
     """Seconds from the engine's receipt of a sequence to its end."""
-    timing = ended.timing
-    return timing.queue_s + timing.prefill_s + timing.decode_s + timing.preempted_s
+    return ended.queue_s + ended.prefill_s + ended.decode_s + ended.preempted_s

@@ -26,9 +26,11 @@ from .resuming import KeepingOutput, KeptStream, ResumedStream
 from .token_times import TokenTimes
 from .validation import GenerateParams
 
-_OWN = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
-# What engines count in a sequence's usage, and a call sums.
-_SUMMED = [name for name in inference_pb2.Usage.DESCRIPTOR.fields_by_name if name not in _OWN]
+# What an engine counts of a sequence, by the names that the client gets.
+_USED, _TIMED = (
+    [name for name in message.DESCRIPTOR.fields_by_name if name in engine_pb2.Ended.DESCRIPTOR.fields_by_name]
+    for message in (inference_pb2.Usage, inference_pb2.Timing)
+)
 _PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
 Stream: TypeAlias = EngineStream | ResumedStream
 
@@ -203,11 +205,11 @@ class GenerateCall:
 
     def usage(self) -> inference_pb2.Usage:
         """The tokens so far. Cached and drafted tokens count those of sequences that have ended."""
-        counts = [output.ended.usage for output in self._outputs if output.ended]
-        usage = inference_pb2.Usage(**{name: sum(getattr(each, name) for each in counts) for name in _SUMMED})
+        ends = [output.ended for output in self._outputs if output.ended]
+        usage = inference_pb2.Usage(**{name: sum(getattr(end, name) for end in ends) for name in _USED})
         usage.prompt_tokens, usage.completion_tokens = self._prompt_len, self.num_tokens
         # A sequence that was resumed may have found some of its own output in the cache.
-        usage.cached_tokens = min(max((each.cached_tokens for each in counts), default=0), self._prompt_len)
+        usage.cached_tokens = min(max((end.cached_tokens for end in ends), default=0), self._prompt_len)
         usage.reasoning_tokens = sum(output.num_reasoning for output in self._outputs)
         return usage
 
@@ -220,10 +222,9 @@ class GenerateCall:
 
 def timing_of(ends: Iterable[engine_pb2.Ended], first_s: float, total_s: float) -> inference_pb2.Timing:
     """The times and counts of the slowest sequence."""
-    timing = inference_pb2.Timing()
-    timing.CopyFrom(max(ends, key=time_in_engine, default=engine_pb2.Ended()).timing)
-    timing.time_to_first_token_s, timing.total_s = first_s, total_s
-    return timing
+    slowest = max(ends, key=time_in_engine, default=engine_pb2.Ended())
+    spent = {name: getattr(slowest, name) for name in _TIMED}
+    return inference_pb2.Timing(**spent, time_to_first_token_s=first_s, total_s=total_s)
 
 
 def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:

@@ -288,9 +288,9 @@ class ReadoutAnswer:
 
     def usage(self) -> inference_pb2.Usage:
         if self.job.shared:  # later sequences find what the first one has computed
-            cached_tokens = min(self.ends[0].usage.cached_tokens, len(self.job.shared)) if 0 in self.ends else 0
+            cached_tokens = min(self.ends[0].cached_tokens, len(self.job.shared)) if 0 in self.ends else 0
         else:
-            cached_tokens = sum(ended.usage.cached_tokens for ended in self.ends.values())
+            cached_tokens = sum(ended.cached_tokens for ended in self.ends.values())
         return inference_pb2.Usage(prompt_tokens=self.job.num_tokens, cached_tokens=cached_tokens)
 
     def timing(self) -> inference_pb2.Timing:

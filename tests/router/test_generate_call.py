@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling, Usage
+from pagoda.v1.inference_pb2 import GenerateRequest, GenerateResponse, Sampling
 from pagoda_server.router.engines.stream import SequenceInbox
 from pagoda_server.router.errors import DeadlineExceeded
 from pagoda_server.router.request.fields import Limits
@@ -119,7 +119,7 @@ def test_a_length_is_open_only_if_nothing_limits_it() -> None:
 
 
 async def test_usage_sums_what_was_drafted_and_accepted_for_all_sequences() -> None:
-    ends = [engine_pb2.Ended(reason=LENGTH, usage=Usage(drafted_tokens=5, accepted_tokens=at)) for at in range(3)]
+    ends = [engine_pb2.Ended(reason=LENGTH, drafted_tokens=5, accepted_tokens=at) for at in range(3)]
     engine = Engine({at: SequenceInbox([1], [engine_pb2.Logprobs()], end, None) for at, end in enumerate(ends)})
     usage = (await responses_to(engine, Sampling(n=3)))[-1].usage
     assert (usage.drafted_tokens, usage.accepted_tokens) == (15, 3)
