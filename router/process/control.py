@@ -18,7 +18,7 @@ from ..errors import InvalidArgument, Unavailable
 from ..request.admission import Admission, LiveRequests
 from ..request.client_call import Context
 from ..request.fields import Limits
-from ..request.validation import recommended_sampling
+from ..request.sampling import recommended_sampling
 from ..request.wire import MAX_FIELDS
 from ..telemetry.load_feed import MAX_TRACES, LoadFeed, Places
 from ..tenants.caller import Right, caller

@@ -41,8 +41,8 @@ from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.receiving import Messages
 from ..request.record import Observers
+from ..request.sampling import default_sampling
 from ..request.services import Services
-from ..request.validation import default_sampling
 from ..telemetry.logs import RequestLog
 from ..tenants.identity import Identities, Tenants, TenantsFile
 from ..tenants.quotas import Quotas

@@ -31,10 +31,10 @@ from pagoda_server.router.errors import (
     to_status,
 )
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.sampling import default_sampling
 from pagoda_server.router.request.validation import (
     GenerateParams,
     check_prompt,
-    default_sampling,
     to_submit,
     validate_detokenize,
     validate_generate,
