@@ -7,31 +7,21 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.cli.trace_timeline import Doing, Timeline, Track, timelines
+from pagoda_server.router.telemetry.trace_reader import INTERVAL_S, Column, Rates, Row, TraceReader, hold_name
 
 CELL_S = 0.25  # of a sequence's history
 CELLS_KEPT = 800
 SECONDS_KEPT = 300
 MINUTE_S = 60.0
-LATENCY_UNIT_S = 1e-4  # latencies are counted by this
 ENDED_SHOWN_S = 2.0
 SAME_ARRIVAL_S = 1e-3  # ids begin again with an engine, so the arrival is a part of a sequence's identity
-ROUNDING_S = 1e-6  # a step that stands in two traces has in both almost the same end
 CLOCK_JUMP_S = 2.0  # an engine's clock that differs by more is that of another machine
 
-# What a cell shows if a sequence did several things in it: the first of them.
-_RANK = {
-    doing: rank
-    for rank, doing in enumerate(
-        (Doing.PREEMPTED, Doing.PREFILL, Doing.DECODE, Doing.PADDING, Doing.HELD, Doing.WAITING)
-    )
-}
-_ENDINGS = ("finished", "aborted", "expired", "rejected", "failed")
-_DOING_AFTER = {"waits": Doing.WAITING, "preempted": Doing.PREEMPTED, "started": Doing.PREFILL}
+_RANK = "xpdhw"  # what a cell shows if a sequence did several things in it: the first of them
 _SUMMED = (
     "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots",
     "kv_slots_unused", "steps", "prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens",
@@ -43,39 +33,27 @@ _SUMMED = (
 class Followed:
     """A live sequence, or one that has just ended. Times are on this process's clock.
 
-    cells            what it did, by time in units of CELL_S
-    ending           how it ended; empty while it is live
-    is_whole         whether it was known before its first token
-    prefilled_s      the end of the last chunk, whose token has not been counted
-    tokens_reported  its output as of its last move; tokens_seen: those of the traces; tokens_missed: those before them
+    row    its numbers and state, on the engine's clock
+    why    what holds it up, such as "no blocks"
+    cells  what it did, by time in units of CELL_S: a letter of `Column`
     """
 
     engine: int
     id: int
-    request_id: str
-    tenant: str
+    row: Row
     arrived_s: float
-    prompt_tokens: int
-    is_whole: bool
-    tokens_reported: int = 0
-    tokens_seen: int = 0
-    tokens_missed: int = 0
-    doing: Doing = Doing.WAITING
-    why: str = ""
-    cells: dict[int, Doing] = field(default_factory=dict)
-    ending: str = ""
     ended_s: float = math.inf
-    last_token_s: float | None = None
-    prefilled_s: float | None = None
+    why: str = ""
+    cells: dict[int, str] = field(default_factory=dict)
 
     @property
     def output_tokens(self) -> int:
-        return max(self.tokens_reported, self.tokens_missed + self.tokens_seen)
+        return self.row.tokens - self.row.prompt_tokens
 
-    def paint(self, doing: Doing, start_s: float, end_s: float) -> None:
+    def paint(self, doing: str, start_s: float, end_s: float) -> None:
         for cell in range(math.floor(start_s / CELL_S), math.ceil(end_s / CELL_S)):
             shown = self.cells.get(cell)
-            if shown is None or _RANK[doing] < _RANK[shown]:
+            if shown is None or _RANK.index(doing) < _RANK.index(shown):
                 self.cells[cell] = doing
         if len(self.cells) > 2 * CELLS_KEPT:
             self.cells = {cell: self.cells[cell] for cell in sorted(self.cells)[-CELLS_KEPT:]}
@@ -83,12 +61,12 @@ class Followed:
 
 @dataclass(slots=True)
 class Second:
-    """What the engines did in a second. Latencies are counted by multiples of LATENCY_UNIT_S."""
+    """What the engines did in a second. Latencies are in milliseconds, and counted."""
 
     output_tokens: int = 0
     prefill_tokens: int = 0
-    ttft: Counter[int] = field(default_factory=Counter)
-    itl: Counter[int] = field(default_factory=Counter)
+    ttft: Counter[float] = field(default_factory=Counter)
+    itl: Counter[float] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +124,12 @@ class Board:
         """Take in a trace of the last `window_s`, which may overlap with the one before."""
         self.trace_problem = ""
         self.is_partial = any(part.is_partial for part in parts)
-        engines = {}
-        for timeline in timelines(parts):
-            engine = engines[timeline.engine] = self._engines.get(timeline.engine) or _Engine(timeline.engine)
-            self.now = engine.read(timeline, self._clock(), window_s, self._seconds)
-        self._engines = engines
+        by_engine: dict[int, list[trace_pb2.StepTracePart]] = {}
+        for part in parts:
+            by_engine.setdefault(part.engine, []).append(part)
+        self._engines = {number: self._engines.get(number) or _Engine(number) for number in by_engine}
+        for number, own in by_engine.items():
+            self.now = self._engines[number].read(own, self._clock(), window_s, self._seconds)
         self._seconds = {at: each for at, each in self._seconds.items() if at > self.now - SECONDS_KEPT}
 
     def waits(self) -> None:
@@ -212,8 +191,8 @@ class Board:
 
     def latencies(self) -> Latencies:
         """Those of the last minute, or of the part of it that traces cover."""
-        ttft: Counter[int] = Counter()
-        itl: Counter[int] = Counter()
+        ttft: Counter[float] = Counter()
+        itl: Counter[float] = Counter()
         last = [second for at, second in self._seconds.items() if at > self.now - MINUTE_S - 1]
         for second in last:
             ttft.update(second.ttft)
@@ -221,14 +200,14 @@ class Board:
         return Latencies(min(MINUTE_S, len(last)), _percentiles(ttft), _percentiles(itl))
 
 
-def _percentiles(counts: Counter[int]) -> tuple[float, float] | None:
+def _percentiles(counts: Counter[float]) -> tuple[float, float] | None:
     """The median and the 95th percentile: the smallest values that so many do not exceed."""
     if not counts:
         return None
     values = sorted(counts)
     up_to = list(itertools.accumulate(counts[value] for value in values))
     median, p95 = (values[bisect.bisect_left(up_to, share * up_to[-1])] for share in (0.5, 0.95))
-    return median * LATENCY_UNIT_S, p95 * LATENCY_UNIT_S
+    return median / 1e3, p95 / 1e3
 
 
 class _Engine:
@@ -238,101 +217,55 @@ class _Engine:
         self.sequences: dict[int, Followed] = {}
         self.hold = ""
         self._number = number
-        self._offset: float | None = None  # from the engine's clock to this process's
-        self._seen = -math.inf  # the end of the last step that has been counted
+        self._reader = TraceReader()
+        self._offset = math.inf  # from the engine's clock to this process's
+        self._read_until = -math.inf
 
-    def read(self, timeline: Timeline, now: float, window_s: float, seconds: dict[int, Second]) -> float:
+    def read(
+        self, parts: Sequence[trace_pb2.StepTracePart], now: float, window_s: float, seconds: dict[int, Second]
+    ) -> float:
         """Take in a trace. Return when it was taken, on this process's clock."""
-        taken_at = timeline.origin_s + timeline.taken_s
-        if self._offset is None or abs(now - taken_at - self._offset) > CLOCK_JUMP_S:
-            self._offset, self._seen = now - taken_at, -math.inf
-        origin, taken_at = timeline.origin_s + self._offset, taken_at + self._offset
-        since = taken_at - window_s
-        seen = max(self._seen, since)
-        for at in range(math.ceil(seen), math.floor(taken_at) + 1):
+        taken_s = parts[-1].taken_at_s
+        if abs(now - taken_s - self._offset) > CLOCK_JUMP_S or self._is_another(parts):
+            self._offset, self._reader, self.sequences = now - taken_s, TraceReader(), {}
+        now = taken_s + self._offset
+        rates = Rates()
+        reading = self._reader.read(parts, rates)
+        for at in range(math.ceil(max(self._read_until, now - window_s)), math.floor(now) + 1):
             seconds.setdefault(at, Second())
-        for step in timeline.steps:
-            if origin + step.end_s > seen:
-                _second(seconds, origin + step.end_s).prefill_tokens += step.prefill_tokens
-        if timeline.steps:
-            self.hold = timeline.steps[-1].hold
-            self._seen = max(seen, origin + timeline.end_s + ROUNDING_S)
-        named = set()
-        for track in (*timeline.tracks, *timeline.still):
-            is_new, sequence = self._followed(track, origin, since)
-            named.add(sequence.id)
-            _move(sequence, track, origin, seen)
-            for token_s, gap_s, is_first in _new_tokens(sequence, track, origin, seen):
-                second = _second(seconds, token_s)
-                second.output_tokens += 1
-                if gap_s is not None:
-                    (second.ttft if is_first else second.itl)[round(gap_s / LATENCY_UNIT_S)] += 1
-            sequence.tokens_reported = track.tokens - track.prompt_tokens
-            if is_new and not sequence.is_whole:
-                uncounted = sequence.prefilled_s is not None
-                sequence.tokens_missed = max(0, sequence.tokens_reported - sequence.tokens_seen - uncounted)
+        self._read_until = now
+        for age, rate in rates.items():
+            second = seconds.setdefault(math.floor(now - (age + 0.5) * INTERVAL_S), Second())
+            second.output_tokens += rate.tokens
+            second.prefill_tokens += rate.prompt_tokens
+            second.ttft.update(rate.ttft)
+            second.itl.update(rate.itl)
+        steps = [step for part in parts for step in part.steps][-1:]
+        held = {id: hold_name(why) for step in steps for id, why in zip(step.idle, step.idle_reasons, strict=True)}
+        self.hold = hold_name(steps[0].hold) if steps else self.hold
+        for id, row in reading.rows.items():
+            each = self.sequences.setdefault(id, Followed(self._number, id, row, row.arrived + self._offset))
+            each.why = held.get(id, "") if row.state == "h" else self.hold if row.state in "wx" else ""
+            if row.end:
+                each.ended_s = row.ended + self._offset
+            self._paint(each, reading.columns)
         self.sequences = {
             id: each
             for id, each in self.sequences.items()
-            if (taken_at - each.ended_s < ENDED_SHOWN_S if each.ending else id in named)
+            if (now - each.ended_s < ENDED_SHOWN_S if each.row.end else id in reading.rows)
         }
-        return taken_at
+        return now
 
-    def _followed(self, track: Track, origin: float, since: float) -> tuple[bool, Followed]:
-        """The track's sequence, and whether it is new."""
-        arrived_s = origin + track.arrived_s
-        sequence = self.sequences.get(track.sequence)
-        is_new = sequence is None or abs(sequence.arrived_s - arrived_s) > SAME_ARRIVAL_S
-        if sequence is None or is_new:
-            sequence = self.sequences[track.sequence] = Followed(
-                engine=self._number,
-                id=track.sequence,
-                request_id=track.request_id,
-                tenant=track.tenant,
-                arrived_s=arrived_s,
-                prompt_tokens=track.prompt_tokens,
-                is_whole=arrived_s >= since or track.last_move == "waits",
-            )
-        return is_new, sequence
+    def _is_another(self, parts: Sequence[trace_pb2.StepTracePart]) -> bool:
+        """Whether the engine was restarted: it has another sequence under a known number."""
+        arrivals = ((move.sequence, move.arrived_s + self._offset) for part in parts for move in part.moves)
+        return any(
+            id in self.sequences and abs(self.sequences[id].arrived_s - arrived_s) > SAME_ARRIVAL_S
+            for id, arrived_s in arrivals
+        )
 
-
-def _second(seconds: dict[int, Second], at: float) -> Second:
-    return seconds.setdefault(math.floor(at), Second())
-
-
-def _move(sequence: Followed, track: Track, origin: float, seen: float) -> None:
-    """Let a sequence do what its track shows of the time after `seen`."""
-    for span in track.spans:
-        if origin + span.end_s > seen:
-            sequence.paint(span.doing, origin + span.start_s, origin + span.end_s)
-            sequence.doing, sequence.why = span.doing, span.why
-    if track.last_move in _ENDINGS:
-        sequence.ending, sequence.ended_s = track.last_move, origin + track.moves[-1][0]
-    elif not track.spans and (sequence.doing is Doing.WAITING or track.last_move != "started"):
-        sequence.doing = _DOING_AFTER.get(track.last_move, sequence.doing)
-
-
-def _new_tokens(
-    sequence: Followed, track: Track, origin: float, seen: float
-) -> Iterator[tuple[float, float | None, bool]]:
-    """Yield each token after `seen`: its time, the gap before it, and whether it is the sequence's first.
-
-    The first token's gap begins with the sequence's arrival. A gap is None if its begin was not seen. The last chunk of
-    a prompt computes a token too; that a chunk was the last is known once the sequence decodes or finishes.
-    """
-    chunks = [(origin + span.end_s, True) for span in track.spans if span.doing is Doing.PREFILL]
-    decodes = [(origin + end_s, False) for end_s in track.decoded]
-    new = sorted(each for each in chunks + decodes if each[0] > seen)
-    if track.last_move == "finished":
-        new.append((math.inf, False))
-    for at, is_chunk in new:
-        if is_chunk:
-            sequence.prefilled_s = at
-            continue
-        for end_s in (sequence.prefilled_s, at):
-            if end_s is not None and end_s < math.inf:
-                last, sequence.last_token_s = sequence.last_token_s, end_s
-                begin = sequence.arrived_s if last is None and sequence.is_whole else last
-                sequence.tokens_seen += 1
-                yield end_s, None if begin is None else end_s - begin, last is None
-        sequence.prefilled_s = None
+    def _paint(self, sequence: Followed, columns: Sequence[Column]) -> None:
+        for column in columns:
+            if doing := column.cells.get(sequence.id):
+                start_s = max(column.start_s + self._offset, sequence.arrived_s)
+                sequence.paint(doing, start_s, column.end_s + self._offset)

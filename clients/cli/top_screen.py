@@ -12,27 +12,26 @@ from rich.text import Text
 
 from pagoda.v1 import control_pb2
 from pagoda_server.cli.top_board import CELL_S, Board, Followed
-from pagoda_server.cli.trace_timeline import Doing
 
-# Names of ANSI colours follow the terminal's own palette and exist on terminals with 16 colours.
-GLYPHS: dict[Doing, tuple[str, str]] = {
-    Doing.PREFILL: ("█", "blue"),
-    Doing.DECODE: ("━", "cyan"),
-    Doing.HELD: ("╌", "yellow"),
-    Doing.PADDING: ("-", "dim"),
-    Doing.WAITING: ("·", "dim"),
-    Doing.PREEMPTED: ("×", "bold red"),
+# By the letter of a cell: glyph, colour, word. Names of ANSI colours follow the terminal's own palette and exist on
+# terminals with 16 colours.
+DOING = {
+    "p": ("█", "blue", "prefill"),
+    "d": ("━", "cyan", "decode"),
+    "w": ("·", "dim", "waiting"),
+    "x": ("×", "bold red", "preempted"),
+    "h": ("╌", "yellow", "held"),
 }
 BLOCKS = {"referenced": ("█", "green"), "waste": ("▓", "yellow"), "evictable": ("▒", "cyan"), "free": ("░", "dim")}
-ENDED = {"finished": ("✓", "green"), "aborted": ("✗", "yellow"), "expired": ("✗", "yellow")}
+ENDED = {"finished": ("✓", "green"), "cancelled": ("✗", "yellow"), "expired": ("✗", "yellow")}
 SERVER_STATES = {"serving": ("●", "green"), "starting": ("○", "yellow"), "draining": ("▼", "yellow")}
 ENGINE_STATES = {"ready": ("●", "green"), "loading": ("○", "yellow")}
 FAILED = ("✗", "bold red")
 SPARKS = "▁▂▃▄▅▆▇█"
 SORTS: dict[str, Callable[[Followed], Any]] = {
     "state": lambda each: (_group(each), each.arrived_s, each.id),
-    "tokens": lambda each: (bool(each.ending), -each.output_tokens, each.id),
-    "tenant": lambda each: (each.tenant, _group(each), each.arrived_s, each.id),
+    "tokens": lambda each: (bool(each.row.end), -each.output_tokens, each.id),
+    "tenant": lambda each: (each.row.tenant, _group(each), each.arrived_s, each.id),
 }
 LEAST_BAR = 40
 LABEL = 11  # columns for the name of a figure
@@ -190,7 +189,7 @@ def _bar(parts: dict[str, float], width: int) -> Text:
 def _batch(board: Board, width: int) -> Text:
     total = board.total
     places = sum(status.info.max_num_seqs for status in board.info.engines)
-    preempted = sum(each.doing is Doing.PREEMPTED and not each.ending for each in board.sequences)
+    preempted = sum(each.row.state == "x" and not each.row.end for each in board.sequences)
     facts = [
         f"{total.running:,} running of {places:,}",
         f"{total.waiting:,} waiting" + (f" ({board.hold})" if board.hold and total.waiting else ""),
@@ -285,19 +284,18 @@ def _tenants(board: Board, width: int, is_low: bool) -> list[Text]:
 
 
 def _group(sequence: Followed) -> int:
-    order = {Doing.PREEMPTED: 1, Doing.WAITING: 2}
-    return 3 if sequence.ending else order.get(sequence.doing, 0)
+    return 3 if sequence.row.end else {"x": 1, "w": 2}.get(sequence.row.state, 0)
 
 
 def _sequences(board: Board, width: int, height: int | None, sort: str) -> list[Text]:
     """A heading and one row per sequence; the last row counts those without room."""
     sequences = sorted(board.sequences, key=SORTS[sort])
     if height is None:
-        sequences = [each for each in sequences if not each.ending]
+        sequences = [each for each in sequences if not each.row.end]
         height = SNAPSHOT_ROWS
     if height < 2:
         return []
-    has_tenants = any(each.tenant for each in sequences)
+    has_tenants = any(each.row.tenant for each in sequences)
     state_width = 22 if width >= WIDE else 12
     texts = [("request", 10 if width < WIDE else 16 if width < 150 else 32)] + (
         [("tenant", 10)] if has_tenants and width >= 72 else []
@@ -319,11 +317,13 @@ def _sequences(board: Board, width: int, height: int | None, sort: str) -> list[
     for each in shown:
         row = _state(each, state_width)
         for name, size in texts:
-            cell = Text(" " + (_clean(each.tenant) if name == "tenant" else _clean(each.request_id) or f"#{each.id}"))
+            cell = Text(
+                " " + (_clean(each.row.tenant) if name == "tenant" else _clean(each.row.request_id) or f"#{each.id}")
+            )
             cell.truncate(1 + size, overflow="ellipsis", pad=True)
             row.append_text(cell)
         age_s = min(board.now, each.ended_s) - each.arrived_s
-        figures = {"prompt": f"{each.prompt_tokens:,}", "output": f"{each.output_tokens:,}", "age": _age(age_s)}
+        figures = {"prompt": f"{each.row.prompt_tokens:,}", "output": f"{each.output_tokens:,}", "age": _age(age_s)}
         row.append("".join(f" {figures[name]:>{size}}" for name, size in numbers))
         rows.append(row.append(" ").append_text(_history(each, board.now, history)))
     if more := sequences[len(shown) :]:
@@ -335,12 +335,11 @@ def _sequences(board: Board, width: int, height: int | None, sort: str) -> list[
 
 
 def _state(sequence: Followed, width: int) -> Text:
-    if sequence.ending:
-        glyph, style = ENDED.get(sequence.ending, FAILED)
-        words = sequence.ending
+    if words := sequence.row.end:
+        glyph, style = ENDED.get(words, FAILED)
     else:
-        glyph, style = GLYPHS[sequence.doing]
-        words = f"{sequence.doing}: {sequence.why}" if sequence.why and width > 12 else str(sequence.doing)
+        glyph, style, words = DOING[sequence.row.state]
+        words += f": {sequence.why}" if sequence.why and width > 12 else ""
     state = Text().append(f"{glyph} {words}", style)
     state.truncate(width, overflow="ellipsis", pad=True)
     return state
@@ -351,7 +350,7 @@ def _history(sequence: Followed, now: float, width: int) -> Text:
     newest = math.ceil(now / CELL_S) - 1
     history = Text()
     for doing, run in itertools.groupby(map(sequence.cells.get, range(newest - width + 1, newest + 1))):
-        glyph, style = GLYPHS[doing] if doing is not None else (" ", "")
+        glyph, style, _ = DOING.get(doing or "", (" ", "", ""))
         history.append(glyph * len(list(run)), style)
     return history
 
@@ -360,13 +359,12 @@ def _footer(width: int, sort: str, is_paused: bool) -> Text:
     footer = Text()
     for key, what in (("q", "quit"), ("p", "go on" if is_paused else "pause"), ("s", f"sort: {sort}")):
         footer.append(key, "bold reverse").append(f" {what}  ")
-    shown = [Doing.PREFILL, Doing.DECODE, Doing.WAITING, Doing.PREEMPTED, Doing.HELD]
-    while shown and footer.cell_len + sum(4 + len(doing) for doing in shown) > width:
+    shown = list(DOING.values())
+    while shown and footer.cell_len + sum(4 + len(word) for _, _, word in shown) > width:
         shown.pop()
-    footer.append(" " * (width - footer.cell_len - sum(4 + len(doing) for doing in shown)))
-    for doing in shown:
-        glyph, style = GLYPHS[doing]
-        footer.append("  ").append(glyph, style).append(f" {doing}")
+    footer.append(" " * (width - footer.cell_len - sum(4 + len(word) for _, _, word in shown)))
+    for glyph, style, word in shown:
+        footer.append("  ").append(glyph, style).append(f" {word}")
     return footer
 
 

@@ -12,11 +12,11 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from pagoda.v1 import trace_pb2
+from pagoda_server.router.telemetry.trace_reader import hold_name
 
 # -- spans -------------------------------------------------------------------------------------------------------------
 
 
-HoldReason = trace_pb2.HoldReason
 MoveKind = trace_pb2.MoveKind
 
 
@@ -119,11 +119,6 @@ def timelines(parts: Iterable[trace_pb2.StepTracePart]) -> list[Timeline]:
     for part in parts:
         by_engine.setdefault(part.engine, []).append(part)
     return [_Reader(parts).timeline() for _, parts in sorted(by_engine.items())]
-
-
-def hold_name(reason: trace_pb2.HoldReason) -> str:
-    """The reason in words, such as "no blocks"; empty if there is none."""
-    return "" if not reason else HoldReason.Name(reason).removeprefix("HOLD_REASON_").lower().replace("_", " ")
 
 
 class _Reader:

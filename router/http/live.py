@@ -13,9 +13,9 @@ A message is a list of ticks. A tick is made once for all callers that may see t
                   "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …],
                   "others": live sequences without a row}]}
 
-Cells show what a sequence did in each of these steps, a letter a step: `d` decode, `p` prefill, `w` waiting,
-`x` preempted, `h` held (it runs, and computed nothing) and `.` for nothing. A state is one of these letters, or one of
-the ends in `trace_reader.ENDS`. Ticks that are older than the page's columns keep "at" and "rates" alone.
+Cells show what a sequence did in each of these steps, a letter a step as in `Column`, and `.` for nothing. A state is
+one of these letters, or one of the ends in `trace_reader.ENDS`. Ticks that are older than the page's columns keep "at"
+and "rates" alone.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pagoda.v1 import control_pb2, trace_pb2
 
 from ..engines.channel import EngineChannel
 from ..errors import Unavailable
 from ..telemetry.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND, Places
+from ..telemetry.trace_reader import INTERVAL_S, Rates, Reading, TraceReader, hold_name
 from ..tenants.caller import Caller, Right, set_caller
 from ..tenants.own_view import seen_load, seen_trace
-from .trace_reader import INTERVAL_S, Rates, Tick, TraceReader
 
 log = logging.getLogger("pagoda.router")
 
@@ -47,6 +47,9 @@ OVERLAP_S = 0.25  # of two traces, at least: an engine answers between two steps
 TRACE_TIMEOUT_S = 2.0
 KEEP_S = 60.0
 KEEP_CELLS_S = 15.0
+MAX_ROWS = 40
+MAX_COLUMNS = 240
+Tick: TypeAlias = dict[str, Any]
 Trace: TypeAlias = Sequence[trace_pb2.StepTracePart]
 
 # -- the feed ----------------------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ class _View:
     def reader(self, engine: int, epoch: int) -> TraceReader:
         """The reader of an engine's trace: another one once the engine was restarted."""
         if engine not in self.readers or self.readers[engine][0] != epoch:
-            self.readers[engine] = (epoch, TraceReader())
+            self.readers[engine] = (epoch, TraceReader(MAX_ROWS, MAX_COLUMNS))
         return self.readers[engine][1]
 
     def add(self, number: int, now: float, tick: Tick) -> None:
@@ -204,7 +207,7 @@ class LiveFeed:
                 shown |= {"epoch": f"{info.epoch:x}", "block_size": info.kv_cache.block_size}
                 if parts := traces[engine.engine]:
                     own = [part async for part in seen_trace(parts)]
-                    shown |= view.reader(engine.engine, info.epoch).read(own, rates)
+                    shown |= page_rows(view.reader(engine.engine, info.epoch).read(own, rates))
                     shown["hold"] = _hold(own) if engine.waiting else ""
             engines.append(shown)
         return {
@@ -220,10 +223,18 @@ class LiveFeed:
         }
 
 
+def page_rows(reading: Reading) -> Tick:
+    """The rows of an engine, and how many columns their cells have."""
+    rows = []
+    for id, row in reading.rows.items():
+        cells = "".join(column.cells.get(id, ".") * column.steps for column in reading.columns)
+        numbers = (row.prompt_tokens, row.tokens, row.computed)
+        rows.append([id, row.end or row.state, *numbers, row.tenant, row.request_id, cells])
+    return {"columns": sum(column.steps for column in reading.columns), "rows": rows, "others": reading.num_others}
+
+
 def _hold(parts: Sequence[trace_pb2.StepTracePart]) -> str:
-    steps = [part.steps[-1] for part in parts if part.steps]
-    why = steps[-1].hold if steps else trace_pb2.HOLD_REASON_UNSPECIFIED
-    return "" if not why else trace_pb2.HoldReason.Name(why).removeprefix("HOLD_REASON_").lower().replace("_", " ")
+    return next((hold_name(part.steps[-1].hold) for part in reversed(parts) if part.steps), "")
 
 
 def _compact(value: object) -> str:

@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 
 from pagoda.v1 import control_pb2, trace_pb2
 from pagoda_server.cli.__main__ import app
-from pagoda_server.cli.top_board import LATENCY_UNIT_S, Board
-from pagoda_server.cli.top_screen import BLOCKS, GLYPHS, draw
+from pagoda_server.cli.top_board import Board
+from pagoda_server.cli.top_screen import BLOCKS, DOING, draw
 from pagoda_server.cli.trace_timeline import Doing
 from pagoda_server.engine.serving.codec import trace_messages
 from pagoda_server.router.tenants.caller import Caller, set_caller
@@ -83,8 +83,8 @@ def busy_engine(tenant: str = "") -> TimedEngine:
     return engine
 
 
-def seconds_of(latency_s: float) -> int:
-    return round(latency_s / LATENCY_UNIT_S)
+def ms(latency_s: float) -> float:
+    return round(1e3 * latency_s, 1)
 
 
 def test_latencies_and_rates_are_those_of_the_engine_however_the_trace_is_cut() -> None:
@@ -105,9 +105,9 @@ def test_latencies_and_rates_are_those_of_the_engine_however_the_trace_is_cut() 
         seconds = [second for second in board.seconds(14) if second is not None]
         assert sum(second.output_tokens for second in seconds) == 12
         assert sum(second.prefill_tokens for second in seconds) == 20
-        assert sum((second.itl for second in seconds), Counter()) == {seconds_of(0.7): 9}
+        assert sum((second.itl for second in seconds), Counter()) == {ms(0.7): 9}
         firsts = [ended.seq.account.first_token - ended.seq.request.arrived for ended in engine.ended.values()]
-        assert sum((second.ttft for second in seconds), Counter()) == Counter(map(seconds_of, firsts))
+        assert sum((second.ttft for second in seconds), Counter()) == Counter(map(ms, firsts))
         assert board.latencies().itl == pytest.approx((0.7, 0.7))
         assert board.latencies().ttft == pytest.approx((sorted(firsts)[1], max(firsts)))
 
@@ -120,11 +120,11 @@ def test_a_sequence_stays_for_a_moment_after_its_end_and_then_leaves() -> None:
     for _ in range(3):
         engine.step(0.25)
     board.saw_trace(parts_of(engine), window_s=10)
-    assert [(each.ending, each.output_tokens) for each in board.sequences] == [("finished", 2), ("", 3)]
+    assert [(each.row.end, each.output_tokens) for each in board.sequences] == [("finished", 2), ("", 3)]
     for _ in range(9):
         engine.step(0.25)
     board.saw_trace(parts_of(engine, 2.5), window_s=2.5)
-    assert [(each.ending, each.output_tokens) for each in board.sequences] == [("", 12)]
+    assert [(each.row.end, each.output_tokens) for each in board.sequences] == [("", 12)]
 
 
 def test_an_engine_that_starts_again_brings_other_sequences_under_the_same_ids() -> None:
@@ -140,7 +140,7 @@ def test_an_engine_that_starts_again_brings_other_sequences_under_the_same_ids()
     second.step()
     first.now = second.now
     board.saw_trace(parts_of(second), window_s=2)
-    assert [(each.prompt_tokens, each.output_tokens) for each in board.sequences] == [(6, 1)]
+    assert [(each.row.prompt_tokens, each.output_tokens) for each in board.sequences] == [(6, 1)]
 
 
 def test_change_is_that_of_the_last_minute_and_begins_again_with_the_engine() -> None:
@@ -243,14 +243,14 @@ def test_a_larger_screen_shows_more_sequences() -> None:
 
 
 def test_states_and_blocks_are_told_apart_without_colours() -> None:
-    assert len({glyph for glyph, _ in GLYPHS.values()}) == len(GLYPHS)
+    assert len({glyph for glyph, *_ in DOING.values()}) == len(DOING)
     assert len({glyph for glyph, _ in BLOCKS.values()}) == len(BLOCKS)
     board = dict(boards())["one"]
     console = Console(color_system=None, force_terminal=True, width=120, no_color=True)
     with console.capture() as capture:
         console.print(*draw(board, 120, 40), sep="\n")
     rows = set(re.findall("(?m)^([█━╌·×]) (\\w+)", Text.from_ansi(capture.get()).plain))
-    assert rows <= {(glyph, str(doing)) for doing, (glyph, _) in GLYPHS.items()}
+    assert rows <= {(glyph, word) for glyph, _, word in DOING.values()}
     assert {"waiting", "preempted", "decode"} <= {name for _, name in rows}
 
 

@@ -15,10 +15,10 @@ from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.engine.serving.codec import trace_messages
 from pagoda_server.router.errors import ResourceExhausted, Unavailable
-from pagoda_server.router.http import live, trace_reader
+from pagoda_server.router.http import live
 from pagoda_server.router.http.live import LiveFeed
-from pagoda_server.router.http.trace_reader import Rates, TraceReader
 from pagoda_server.router.telemetry.load_feed import MAX_WATCHERS
+from pagoda_server.router.telemetry.trace_reader import Rates, TraceReader
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
@@ -37,10 +37,13 @@ def parts_of(engine: SteppedEngine, last_s: float = 60.0) -> list[trace_pb2.Step
     return [message.part for message in trace_messages(0, engine.steps.trace.take(last_s))]
 
 
+def read(reader: TraceReader, engine: SteppedEngine, rates: Rates, last_s: float = 60.0) -> dict[str, Any]:
+    return live.page_rows(reader.read(parts_of(engine, last_s), rates))
+
+
 def rows_of(engine: SteppedEngine) -> dict[int, list[Any]]:
     """Each sequence's state, numbers and cells, from one trace of everything."""
-    read = TraceReader().read(parts_of(engine), {})
-    return {id: row for id, *row in read["rows"]}
+    return {id: row for id, *row in read(TraceReader(), engine, {})["rows"]}
 
 
 def test_a_row_tells_what_its_sequence_did_in_each_step() -> None:
@@ -71,7 +74,7 @@ def test_traces_that_overlap_tell_each_step_once() -> None:
             engine.add([2] * 30, max_tokens=9)
         engine.step()
         if at % 3 == 0 or at > 35:
-            for id, *_, some in reader.read(parts_of(engine, last_s=8.0), rates)["rows"]:
+            for id, *_, some in read(reader, engine, rates, last_s=8.0)["rows"]:
                 cells[id] += some
     assert {id: some.strip(".") for id, some in cells.items()} == {0: "p" + 29 * "d", 1: "pp" + 8 * "d"}
     assert sum(rate.tokens for rate in rates.values()) == 30 + 9
@@ -83,7 +86,7 @@ def test_numbers_are_those_after_the_last_step_however_often_a_start_is_told() -
     seq, reader = engine.add([1] * 20, max_tokens=30), TraceReader()
     for _ in range(25):
         engine.step()
-        [[_, state, prompt, tokens, computed, *_]] = reader.read(parts_of(engine, last_s=4.0), {})["rows"]
+        [[_, state, prompt, tokens, computed, *_]] = read(reader, engine, {}, last_s=4.0)["rows"]
         assert (prompt, tokens, computed) == (20, len(seq.tokens), seq.num_computed)
     assert state == "d"
 
@@ -93,8 +96,8 @@ def test_an_end_is_told_once() -> None:
     engine.add([1], max_tokens=2)
     engine.run()
     reader = TraceReader()
-    assert [row[1] for row in reader.read(parts_of(engine), {})["rows"]] == ["finished"]
-    assert reader.read(parts_of(engine), {})["rows"] == []
+    assert [row[1] for row in read(reader, engine, {})["rows"]] == ["finished"]
+    assert read(reader, engine, {})["rows"] == []
 
 
 def test_times_are_those_of_first_tokens_and_of_gaps_between_tokens() -> None:
@@ -123,19 +126,26 @@ def test_drafts_that_become_output_are_counted_as_tokens(accuracy: float) -> Non
     assert sum(sum(rate.itl.values()) for rate in rates.values()) == 29
 
 
-def test_many_sequences_show_the_first_and_count_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_reader, "MAX_ROWS", 3)
+def test_many_sequences_show_the_first_and_count_all() -> None:
     engine = SteppedEngine(step_time=Seconds(), num_blocks=256)
     for head in range(8):
         engine.add([head], max_tokens=4)
-    reader = TraceReader()
+    reader = TraceReader(max_rows=3)
     engine.step()
     engine.step()
-    assert reader.read(parts_of(engine), Rates())["others"] == 5
+    assert reader.read(parts_of(engine), Rates()).num_others == 5
     engine.run()
     rates = Rates()
-    assert len(TraceReader().read(parts_of(engine), rates)["rows"]) == 3
+    assert len(TraceReader(max_rows=3).read(parts_of(engine), rates).rows) == 3
     assert sum(rate.tokens for rate in rates.values()) == 32
+
+
+def test_a_reading_has_at_most_so_many_columns_the_last_ones() -> None:
+    engine = SteppedEngine(step_time=Seconds())
+    engine.add([1] * 20, max_tokens=30)
+    engine.run()
+    found = live.page_rows(TraceReader(max_columns=5).read(parts_of(engine), {}))
+    assert (found["columns"], found["rows"][0][-1]) == (5, "ddddd")
 
 
 # -- what is asked for ------------------------------------------------------------------------------------------------

@@ -1,21 +1,20 @@
-"""Reads the step traces of one engine, which overlap, into rows, cells and rates for the page."""
+"""Reads the step traces of one engine, which overlap, into rows, cells and rates: for the page and `pagoda top`."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pagoda.v1 import trace_pb2
 
 INTERVAL_S = 0.25  # in which rates are counted
-MAX_ROWS = 40
-MAX_COLUMNS = 240
 
 MoveKind = trace_pb2.MoveKind
-Tick: TypeAlias = dict[str, Any]
+HoldReason = trace_pb2.HoldReason
 
 ENDS = {
     MoveKind.MOVE_KIND_FINISHED: "finished",
@@ -27,10 +26,10 @@ ENDS = {
 
 
 @dataclass(slots=True)
-class _Row:
-    """A sequence.
+class Row:
+    """A sequence. Times are those of the engine's clock.
 
-    state    what it does, or did last
+    state    the cell of what it does, or did last
     end      how it ended; "" while it is live
     moved    the time of its last start or preemption that was read
     emitted  the end of the step that computed its last token; 0 if that step was not read
@@ -55,6 +54,31 @@ class _Row:
 
 
 @dataclass(slots=True)
+class Column:
+    """What sequences did in a step, or in steps that all did the same.
+
+    cells  a letter for each sequence that had arrived: `d` decode, `p` prefill, `w` waiting, `x` preempted, `h` held
+    """
+
+    cells: dict[int, str]
+    start_s: float
+    end_s: float
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a trace adds: the rows, by sequence, and the steps that were not read before, oldest first.
+
+    num_others  live sequences without a row
+    """
+
+    rows: dict[int, Row]
+    columns: Sequence[Column]
+    num_others: int
+
+
+@dataclass(slots=True)
 class Rate:
     """What an engine computed in an interval of time, by INTERVAL_S. Times are in milliseconds."""
 
@@ -72,10 +96,15 @@ class TraceReader:
 
     Times to first token and between tokens come from here, not from the calls: it costs the calls nothing, several
     routers need not add up theirs, and a caller's own trace gives its own times.
+
+    max_rows     sequences that have a row
+    max_columns  steps of a reading, the last ones
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+    def __init__(self, max_rows: int = sys.maxsize, max_columns: int = sys.maxsize) -> None:
+        self._max_rows = max_rows
+        self._max_columns = max_columns
+        self._rows: dict[int, Row] = {}
         self._shown: dict[int, None] = {}
         self._gone: set[int] = set()  # sequences whose ends were reported, while a trace still has them
         self._read_until = -math.inf
@@ -84,8 +113,8 @@ class TraceReader:
         self._run_steps = 0
         self._run_end = 0.0
 
-    def read(self, parts: Sequence[trace_pb2.StepTracePart], rates: Rates) -> Tick:
-        """The rows of a tick, with the cells of the steps that were not read before. Adds to `rates`."""
+    def read(self, parts: Sequence[trace_pb2.StepTracePart], rates: Rates) -> Reading:
+        """Read a trace, and add what is new in it to `rates`."""
         moves = [move for part in parts for move in part.moves]
         self._gone &= {move.sequence for move in moves}
         moves = sorted((move for move in moves if move.sequence not in self._gone), key=lambda move: move.at_s)
@@ -98,7 +127,7 @@ class TraceReader:
         moves.reverse()
         self._forget_all_but({move.sequence for move in moves})
         shown = self._choose()
-        columns: deque[tuple[dict[int, str], int]] = deque()
+        columns: deque[Column] = deque()
         num_columns = 0
         current: list[trace_pb2.TracedMove] = []
         ids: tuple[int, ...] = ()
@@ -118,16 +147,16 @@ class TraceReader:
                     is_like_before = False
                 rate = rates.setdefault(int((part.taken_at_s - step.end_s) / INTERVAL_S), Rate())
                 if self._count(step, ids, rate) and is_like_before:
-                    column, times = columns.pop()
-                    columns.append((column, times + 1))
+                    columns[-1].steps += 1
+                    columns[-1].end_s = step.end_s
                 else:
-                    columns.append((self._column(step, ids, shown), 1))
+                    columns.append(Column(self._cells(step, ids, shown), step.start_s, step.end_s))
                 num_columns += 1
-                while num_columns > MAX_COLUMNS:
-                    column, times = columns.popleft()
+                if num_columns > self._max_columns:
                     num_columns -= 1
-                    if times > 1:
-                        columns.appendleft((column, times - 1))
+                    columns[0].steps -= 1
+                    if not columns[0].steps:
+                        columns.popleft()
         self._end_run()
         for move in reversed(moves):
             self._apply(move, current)
@@ -138,23 +167,9 @@ class TraceReader:
                 self._accept(row, move.tokens, rates.setdefault(age, Rate()))
             row.tokens = max(row.tokens, move.tokens)  # a start that is reported again has the number of that time
             row.computed = max(row.computed, move.computed_tokens)
-        rows = [self._row(id, columns) for id in shown]
+        rows = {id: self._rows[id] for id in shown}
         self._drop_ended()
-        return {"columns": num_columns, "rows": rows, "others": len(self._rows) - len(self._shown)}
-
-    def _row(self, id: int, columns: Iterable[tuple[dict[int, str], int]]) -> list[Any]:
-        row = self._rows[id]
-        cells = "".join(column.get(id, ".") * times for column, times in columns)
-        return [
-            id,
-            row.end or row.state,
-            row.prompt_tokens,
-            row.tokens,
-            row.computed,
-            row.tenant,
-            row.request_id,
-            cells,
-        ]
+        return Reading(rows, columns, len(self._rows) - len(self._shown))
 
     def _forget_all_but(self, ids: set[int]) -> None:
         """Forget sequences that the trace no longer has: they ended while nothing watched."""
@@ -170,9 +185,9 @@ class TraceReader:
 
     def _choose(self) -> list[int]:
         """The sequences that are shown: those that were, and others in the order of their arrival."""
-        if len(self._shown) < MAX_ROWS:
+        if len(self._shown) < self._max_rows:
             others = sorted(self._rows.keys() - self._shown.keys(), key=lambda id: (self._rows[id].state == "w", id))
-            for id in others[: MAX_ROWS - len(self._shown)]:
+            for id in others[: self._max_rows - len(self._shown)]:
                 self._shown[id] = None
         return list(self._shown)
 
@@ -191,8 +206,8 @@ class TraceReader:
                 row.state, row.computed = "x", 0
             row.moved = move.at_s
 
-    def _column(self, step: trace_pb2.TracedStep, ids: tuple[int, ...], shown: list[int]) -> dict[int, str]:
-        column = {
+    def _cells(self, step: trace_pb2.TracedStep, ids: tuple[int, ...], shown: list[int]) -> dict[int, str]:
+        cells = {
             id: row.idle_cell
             for id in shown
             if (row := self._rows[id]).arrived <= step.end_s and row.ended > step.end_s
@@ -201,10 +216,10 @@ class TraceReader:
         for id, start in zip(ids, (*[math.inf] * num_decodes, *step.chunk_starts), strict=True):
             if (row_of := self._rows.get(id)) is not None and row_of.ended > step.start_s:
                 # Behind the prompt, a chunk verifies drafts, or computes tokens that no step chose.
-                column[id] = cell = "d" if start >= row_of.prompt_tokens else "p"
+                cells[id] = cell = "d" if start >= row_of.prompt_tokens else "p"
                 if row_of.ended == math.inf:
                     row_of.state = cell
-        return column
+        return cells
 
     # -- tokens and times -------------------------------------------------------------------------------------------
 
@@ -243,7 +258,7 @@ class TraceReader:
                     row.emitted = self._run_end
         self._run, self._run_steps = (), 0
 
-    def _accept(self, row: _Row, num_tokens: int, rate: Rate) -> None:
+    def _accept(self, row: Row, num_tokens: int, rate: Rate) -> None:
         """Count the drafts that the sequence's last step turned into tokens: they arrived together with its first."""
         if row.emitted and (num_accepted := num_tokens - row.tokens) > 0:
             rate.tokens += num_accepted
@@ -264,10 +279,10 @@ class TraceReader:
         row.emitted = step.end_s
 
 
-def _row_of(move: trace_pb2.TracedMove) -> _Row:
+def _row_of(move: trace_pb2.TracedMove) -> Row:
     # A move is noted after its step: the first token of a sequence that starts with it is counted already.
     tokens = move.tokens if move.tokens > move.prompt_tokens + 1 else move.prompt_tokens
-    row = _Row(move.request_id, move.tenant, move.arrived_s, move.prompt_tokens, tokens, move.computed_tokens)
+    row = Row(move.request_id, move.tenant, move.arrived_s, move.prompt_tokens, tokens, move.computed_tokens)
     if move.kind == MoveKind.MOVE_KIND_PREEMPTED:
         row.state = "x"
     return row
@@ -275,3 +290,8 @@ def _row_of(move: trace_pb2.TracedMove) -> _Row:
 
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 1)
+
+
+def hold_name(reason: trace_pb2.HoldReason) -> str:
+    """The reason in words, such as "no blocks"; empty if there is none."""
+    return "" if not reason else HoldReason.Name(reason).removeprefix("HOLD_REASON_").lower().replace("_", " ")
