@@ -54,9 +54,9 @@ def latency(systems: Sequence[Turns], title: str, path: Path) -> None:
 
 
 def _cumulative(axis: Axes, names: Sequence[str], values_ms: Sequence[NDArray[np.float64]]) -> None:
-    for at, (name, values) in enumerate(zip(names, values_ms, strict=True)):
+    for index, (name, values) in enumerate(zip(names, values_ms, strict=True)):
         shares = np.arange(1, len(values) + 1) / len(values)
-        axis.step(np.sort(values), shares, where="post", label=name, color=COLORS[at % len(COLORS)], linewidth=1.8)
+        axis.step(np.sort(values), shares, where="post", label=name, color=COLORS[index % len(COLORS)], linewidth=1.8)
     axis.set_xscale("log")
     # Tokens of one message are 0 ms apart, which a logarithmic axis cannot show: curves enter from the left.
     least = min((values[values > LEAST_MS].min(initial=np.inf) for values in values_ms), default=np.inf)

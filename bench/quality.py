@@ -124,7 +124,7 @@ def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int
 def prompts(tokens: list[int]) -> list[list[int]]:
     """Cut the text into one equal slice per continuation; drop the remainder."""
     length = len(tokens) // NUM_CONTINUATIONS
-    return [tokens[at * length : (at + 1) * length] for at in range(NUM_CONTINUATIONS)]
+    return [tokens[index * length : (index + 1) * length] for index in range(NUM_CONTINUATIONS)]
 
 
 def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Callable[[int], None]) -> list[list[int]]:

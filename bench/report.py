@@ -30,8 +30,8 @@ class Cells:
 
     def rich(self) -> Table:
         table = Table(title=self.title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-        for at, heading in enumerate(self.headings):
-            table.add_column(heading, justify="right" if at else "left", no_wrap=True)
+        for index, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
         for row in self.rows:
             table.add_row(*row)
         return table

@@ -113,7 +113,7 @@ def rag(vocab_size: int, seed: int = 0, count: int = 4, short: int = 16, every_s
     """Prompts of 4,096 tokens with outputs of 64, all at once; short requests arrive while they are computed."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     requests = [Request(draw.prompt(RAG_PROMPT_LEN), 64, kind="long") for _ in range(count)]
-    requests += [Request(draw.prompt(32), 16, arrival_s=every_s * (at + 1), kind="short") for at in range(short)]
+    requests += [Request(draw.prompt(32), 16, arrival_s=every_s * (index + 1), kind="short") for index in range(short)]
     return Workload("rag", requests)
 
 
@@ -121,7 +121,7 @@ def shared_prefix(vocab_size: int, seed: int = 0, count: int = 32, every_s: floa
     """Prompts that share a prefix of 512 tokens, such as a system prompt, and add 32 of their own; outputs of 32."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     prefix = draw.prompt(SHARED_PREFIX_LEN)
-    requests = [Request(prefix + draw.prompt(32), 32, arrival_s=every_s * at) for at in range(count)]
+    requests = [Request(prefix + draw.prompt(32), 32, arrival_s=every_s * index) for index in range(count)]
     return Workload("shared-prefix", requests, reuses_prefixes=True)
 
 
@@ -129,8 +129,8 @@ def burst(vocab_size: int, seed: int = 0, count: int = 96, waves: int = 3, every
     """Waves of requests like `mixed`; a wave arrives at one moment, whether or not the last one is done."""
     draw = Draw(np.random.default_rng(seed), vocab_size)
     requests = [
-        Request(request.prompt, request.output_len, arrival_s=every_s * (at * waves // count), kind="")
-        for at, request in enumerate(draw.mixed(count))
+        Request(request.prompt, request.output_len, arrival_s=every_s * (index * waves // count), kind="")
+        for index, request in enumerate(draw.mixed(count))
     ]
     return Workload("burst", requests)
 

@@ -318,7 +318,7 @@ def _place(grammar: str, key: str) -> str:
                 return f" at {pointer or '/'}"
             schemas += [(f"{pointer}/{name}", each) for name, each in value.items()]
         elif isinstance(value, list):
-            schemas += [(f"{pointer}/{at}", each) for at, each in enumerate(value)]
+            schemas += [(f"{pointer}/{index}", each) for index, each in enumerate(value)]
     return ""
 
 

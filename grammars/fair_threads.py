@@ -19,8 +19,8 @@ class _MallInfo(ctypes.Structure):
     """mallinfo2's result."""
 
     _fields_ = tuple(
-        (f"field{at}" if name == "" else name, ctypes.c_size_t)
-        for at, name in enumerate(("", "", "", "", "hblkhd", "", "", "uordblks", "", ""))
+        (f"field{index}" if name == "" else name, ctypes.c_size_t)
+        for index, name in enumerate(("", "", "", "", "hblkhd", "", "", "uordblks", "", ""))
     )
 
 

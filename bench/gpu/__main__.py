@@ -83,8 +83,8 @@ def main(
         except Exception as failure:  # most parts need none of them
             result.add(failed("installation", "", failure))
         try:
-            for at, part in enumerate(wanted):
-                given_s = seconds_for(wanted[at:], limit_s - result.elapsed_s)
+            for index, part in enumerate(wanted):
+                given_s = seconds_for(wanted[index:], limit_s - result.elapsed_s)
                 for row in run(part, rehearse, given_s, result):
                     result.add(row)
                     console.print(f"[{result.elapsed_s:4.0f} s] {row.part}: {row.case} {row.error}", markup=False)

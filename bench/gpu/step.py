@@ -223,13 +223,13 @@ def _measure(series: Series, model: _Model, bench: Bench) -> Iterator[Row]:
         started = time.perf_counter()
         for seq in sequences:
             loop.inbox.put(Add(seq))
-        for at, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             loop.inbox.put(Abort([seq.id for seq in sequences[batch:]]))
             # The end of the step before is the start of the first.
             steps = _decodes(loop, model.runner, batch, skipped + measured)[skipped - 1 :]
             kv_tokens = sum(seq.num_tokens for seq in sequences[:batch]) - batch * measured // 2
             row = _row(_case(model.shape, batch, series.context), batch, kv_tokens, steps, model, bench)
-            if at == 0:
+            if index == 0:
                 row.figures[PREFILL] = batch * series.context / (steps[0].ended - started)
             yield row
 

@@ -82,8 +82,8 @@ def one_after_another(address: str, seconds: float) -> list[float]:
 def at_a_rate(address: str, seconds: float, rate: float) -> list[float]:
     refusals = Refusals(address)
     began = time.perf_counter()
-    for at in range(int(seconds * rate)):
-        refusals.receive_until(began + at / rate)
+    for index in range(int(seconds * rate)):
+        refusals.receive_until(began + index / rate)
         refusals.start()
     refusals.receive_all()
     return refusals.delays_s

@@ -47,7 +47,7 @@ class Peer:
 
         async def run_all() -> None:
             await asyncio.gather(
-                *(self._generate(at, request, arrivals) for at, request in enumerate(workload.requests))
+                *(self._generate(index, request, arrivals) for index, request in enumerate(workload.requests))
             )
 
         asyncio.run(run_all())

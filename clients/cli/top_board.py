@@ -130,7 +130,7 @@ class Board:
         self._engines = {number: self._engines.get(number) or _Engine(number) for number in by_engine}
         for number, own in by_engine.items():
             self.now = self._engines[number].read(own, self._clock(), window_s, self._seconds)
-        self._seconds = {at: each for at, each in self._seconds.items() if at > self.now - SECONDS_KEPT}
+        self._seconds = {second: each for second, each in self._seconds.items() if second > self.now - SECONDS_KEPT}
 
     def waits(self) -> None:
         """Count the silence from now on: the server has just been asked."""
@@ -187,7 +187,7 @@ class Board:
     def seconds(self, count: int) -> list[Second | None]:
         """The last complete seconds, oldest first; None for one that no trace covers."""
         newest = math.floor(self.now) - 1
-        return [self._seconds.get(at) for at in range(newest - count + 1, newest + 1)]
+        return [self._seconds.get(index) for index in range(newest - count + 1, newest + 1)]
 
     def latencies(self) -> Latencies:
         """Those of the last minute, or of the part of it that traces cover."""
@@ -231,8 +231,8 @@ class _Engine:
         now = taken_s + self._offset
         rates = Rates()
         reading = self._reader.read(parts, rates)
-        for at in range(math.ceil(max(self._read_until, now - window_s)), math.floor(now) + 1):
-            seconds.setdefault(at, Second())
+        for index in range(math.ceil(max(self._read_until, now - window_s)), math.floor(now) + 1):
+            seconds.setdefault(index, Second())
         self._read_until = now
         for age, rate in rates.items():
             second = seconds.setdefault(math.floor(now - (age + 0.5) * INTERVAL_S), Second())

@@ -267,10 +267,10 @@ def _tenants(board: Board, width: int, is_low: bool) -> list[Text]:
         return [_joined(_label("tenants"), shares, width)]
     lines = []
     names = max(LABEL, min(24, width // 5, max(cell_len(tenant.name) for tenant in load.tenants)))
-    for at, tenant in enumerate(load.tenants):
+    for index, tenant in enumerate(load.tenants):
         name = Text(_clean(tenant.name) or "(none)")
         name.truncate(names, overflow="ellipsis", pad=True)
-        line = _label("" if at else "tenants").append_text(name)
+        line = _label("" if index else "tenants").append_text(name)
         bar = max(0, min(30, width - LABEL - names - 38))
         line.append(f" {100 * tenant.share:3.0f} % ")
         line.append("█" * round(bar * tenant.share), "cyan").append("░" * (bar - round(bar * tenant.share)), "dim")
@@ -380,10 +380,10 @@ def _cut(lines: list[Text], most: int) -> list[Text]:
 
 def _joined(line: Text, facts: list[str], width: int) -> Text:
     """Append as many facts as there is room for."""
-    for at, fact in enumerate(facts):
-        if line.cell_len + len(fact) + 3 * (at > 0) > width:
+    for index, fact in enumerate(facts):
+        if line.cell_len + len(fact) + 3 * (index > 0) > width:
             break
-        line.append((" · " if at else "") + fact)
+        line.append((" · " if index else "") + fact)
     return line
 
 

@@ -134,7 +134,7 @@ class _Reader:
 
     def timeline(self) -> Timeline:
         self._read_moves()
-        steps = [self._read_step(at, step, ids) for at, (step, ids) in enumerate(self._with_ids())]
+        steps = [self._read_step(index, step, ids) for index, (step, ids) in enumerate(self._with_ids())]
         tracks = [track for track in self._tracks.values() if track.spans or track.moves]
         for track in tracks:
             track.spans = _in_order(track.spans)

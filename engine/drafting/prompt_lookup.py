@@ -59,7 +59,7 @@ class _Index:
         for key in _keys(tokens, end):
             if (found := self._behind.get(key)) is not None:
                 period = end - found  # what was found may reach the end; the last tokens then repeat
-                return [tokens[found + at % period] for at in range(most)]
+                return [tokens[found + index % period] for index in range(most)]
         return []
 
 

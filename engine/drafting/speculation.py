@@ -98,7 +98,7 @@ class _Offer:
 
         first  the draft whose row is the first
         """
-        chances = (self.chance**at for at in range(first, len(self.guesses) + 1))
+        chances = (self.chance**index for index in range(first, len(self.guesses) + 1))
         return sum([chance - cost for chance in chances if chance > cost])
 
 
@@ -265,14 +265,14 @@ class Speculation:
         """Cut guesses before the first one that the sequence's mask does not allow."""
         if seq.token_mask is None:
             return guesses
-        for at, guess in enumerate(guesses):
-            tokens = seq.tokens + guesses[:at]
+        for index, guess in enumerate(guesses):
+            tokens = seq.tokens + guesses[:index]
             if seq.token_mask.surely_allows(tokens, guess):
                 continue
             words = memoryview(bytearray(4 * self._num_words)).cast("I")
             seq.token_mask.fill(tokens, words)
             if not words[guess // 32] >> guess % 32 & 1:
-                return guesses[:at]
+                return guesses[:index]
         return guesses
 
 
@@ -307,19 +307,19 @@ def _likeliest(offers: list[_Offer], tokens: float, step_s: float, row_s: float,
     tokens, step_s  that the step yields, and takes, without drafts
     """
     taken = [0] * len(offers)
-    line = [(-1.0 if offer.is_first_sure else -offer.chance, at) for at, offer in enumerate(offers)]
+    line = [(-1.0 if offer.is_first_sure else -offer.chance, index) for index, offer in enumerate(offers)]
     heapify(line)
     while line and room:
-        chance, at = -line[0][0], line[0][1]
+        chance, index = -line[0][0], line[0][1]
         if chance * step_s < MARGIN * row_s * tokens:
             break
-        offer = offers[at]
-        taken[at] += 1
-        tokens += offer.chance ** taken[at]
+        offer = offers[index]
+        taken[index] += 1
+        tokens += offer.chance ** taken[index]
         step_s += row_s
         room -= 1
-        if taken[at] < len(offer.guesses):
-            heapreplace(line, (-(offer.chance ** (taken[at] + 1)), at))
+        if taken[index] < len(offer.guesses):
+            heapreplace(line, (-(offer.chance ** (taken[index] + 1)), index))
         else:
             heappop(line)
     return taken

@@ -82,8 +82,8 @@ class HostBlocks:
         if not self._costs.is_worth_saving(len(blocks), seq.blocks.num_committed):
             return
         kept = self._kept[seq.id] = _Kept(seq, seq.blocks.num_committed, dict(enumerate(blocks)), {})
-        for at, block in enumerate(blocks):
-            self._noted.setdefault(block, []).append((kept, at))
+        for index, block in enumerate(blocks):
+            self._noted.setdefault(block, []).append((kept, index))
 
     def taken(self, blocks: Iterable[int]) -> None:
         """Save noted blocks that were handed out: the next plan writes to them."""
@@ -94,15 +94,15 @@ class HostBlocks:
             if users is None:
                 continue
             if not self._free:
-                for kept, at in list(users):
-                    self._cut(kept, at)
+                for kept, position in list(users):
+                    self._cut(kept, position)
                 continue
             host = self._free.pop()
             self._held[host] = self._noted.pop(block)
             self._saves[host] = block
-            for kept, at in users:
-                del kept.on_device[at]
-                kept.on_host[at] = host
+            for kept, position in users:
+                del kept.on_device[position]
+                kept.on_host[position] = host
 
     def num_kept(self, seq: Sequence) -> int:
         """Return how many leading tokens of a waiting sequence are kept."""
@@ -120,10 +120,10 @@ class HostBlocks:
         if num_tokens <= prefix.num_tokens:
             return prefix
         positions = range(len(prefix.blocks), -(-num_tokens // self._block_size))
-        loads = [(at, kept.on_host[at]) for at in positions if at in kept.on_host]
+        loads = [(position, kept.on_host[position]) for position in positions if position in kept.on_host]
         if loads and not self._costs.is_worth_loading(len(loads), prefix.num_tokens, num_tokens):
             return prefix
-        own = [kept.on_device[at] for at in positions if at in kept.on_device]
+        own = [kept.on_device[position] for position in positions if position in kept.on_device]
         return replace(
             prefix,
             num_tokens=num_tokens,
@@ -143,12 +143,12 @@ class HostBlocks:
             return
         self._cut(kept, -(-prefix.num_tokens // self._block_size))
         kept.num_tokens = prefix.num_tokens
-        for at in range(prefix.num_found):  # found by content, so others have them too
-            self._forget(kept, at)
-            kept.on_device[at] = seq.blocks[at]
-            self._noted.setdefault(seq.blocks[at], []).append((kept, at))
-        self._loads[seq.id] = [(host, seq.blocks[at]) for at, host in prefix.loads]
-        num_loaded = sum(self._num_tokens(kept, at) for at, _ in prefix.loads)
+        for position in range(prefix.num_found):  # found by content, so others have them too
+            self._forget(kept, position)
+            kept.on_device[position] = seq.blocks[position]
+            self._noted.setdefault(seq.blocks[position], []).append((kept, position))
+        self._loads[seq.id] = [(host, seq.blocks[position]) for position, host in prefix.loads]
+        num_loaded = sum(self._num_tokens(kept, position) for position, _ in prefix.loads)
         seq.account.loads(num_loaded)
         self._loaded_tokens += num_loaded
 
@@ -170,9 +170,11 @@ class HostBlocks:
             return []
         for host in self._saves:
             users = self._held[host]
-            for kept, at in users:
-                kept.seq.account.saves(self._num_tokens(kept, at))
-            self._saved_tokens += max(self._num_tokens(kept, at) for kept, at in users)  # shared ones are copied once
+            for kept, position in users:
+                kept.seq.account.saves(self._num_tokens(kept, position))
+            self._saved_tokens += max(
+                self._num_tokens(kept, position) for kept, position in users
+            )  # shared ones are copied once
         pairs = [(block, host) for host, block in self._saves.items()]
         self._saves.clear()
         return pairs
@@ -187,31 +189,33 @@ class HostBlocks:
         """Forget what a failed step saved; return the running sequences that started from it."""
         misled: dict[int, Sequence] = {}
         for _, host in plan.saves:
-            for kept, at in list(self._held.get(host, ())):
-                self._cut(kept, at)
+            for kept, position in list(self._held.get(host, ())):
+                self._cut(kept, position)
                 if kept.seq.state is State.RUNNING:
                     misled[kept.seq.id] = kept.seq
         return list(misled.values())
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def _num_tokens(self, kept: _Kept, at: int) -> int:
-        return min(self._block_size, kept.num_tokens - at * self._block_size)
+    def _num_tokens(self, kept: _Kept, position: int) -> int:
+        return min(self._block_size, kept.num_tokens - position * self._block_size)
 
     def _cut(self, kept: _Kept, count: int) -> None:
         """Keep the first `count` blocks alone: content behind a gap is useless."""
-        for at in [at for places in (kept.on_device, kept.on_host) for at in places if at >= count]:
-            self._forget(kept, at)
+        for position in [
+            position for places in (kept.on_device, kept.on_host) for position in places if position >= count
+        ]:
+            self._forget(kept, position)
         kept.num_tokens = min(kept.num_tokens, count * self._block_size)
 
     def _drop(self, kept: _Kept) -> None:
         self._cut(kept, 0)
         del self._kept[kept.seq.id]
 
-    def _forget(self, kept: _Kept, at: int) -> None:
-        places, users_of = (kept.on_device, self._noted) if at in kept.on_device else (kept.on_host, self._held)
-        block = places.pop(at)
-        users_of[block].remove((kept, at))
+    def _forget(self, kept: _Kept, position: int) -> None:
+        places, users_of = (kept.on_device, self._noted) if position in kept.on_device else (kept.on_host, self._held)
+        block = places.pop(position)
+        users_of[block].remove((kept, position))
         if not users_of[block]:
             del users_of[block]
             if users_of is self._held:
@@ -227,8 +231,8 @@ class HostBlocks:
             f"{len(free)} free + {len(self._held)} used != {self.num_blocks} host blocks"
         )
         for users_of, places_of in ((self._noted, _on_device), (self._held, _on_host)):
-            listed = [(kept.seq.id, at, block) for block, users in users_of.items() for kept, at in users]
-            kept_at = [(id, at, block) for id, kept in self._kept.items() for at, block in places_of(kept)]
+            listed = [(kept.seq.id, position, block) for block, users in users_of.items() for kept, position in users]
+            kept_at = [(id, position, block) for id, kept in self._kept.items() for position, block in places_of(kept)]
             assert sorted(listed) == sorted(kept_at), "a block is kept for no sequence, or by none"
         for id, kept in self._kept.items():
             seq, count = kept.seq, -(-kept.num_tokens // self._block_size)
@@ -236,7 +240,7 @@ class HostBlocks:
             assert seq.state is not State.FINISHED, f"sequence {id} has ended and keeps blocks"
             assert sorted([*kept.on_device, *kept.on_host]) == list(range(count)), f"sequence {id} keeps parts"
             if seq.state is State.RUNNING:
-                assert all(seq.blocks[at] == block for at, block in kept.on_device.items())
+                assert all(seq.blocks[position] == block for position, block in kept.on_device.items())
         assert self._saves.keys() <= self._held.keys(), "a save that no sequence needs"
         running = {id for id, kept in self._kept.items() if kept.seq.state is State.RUNNING}
         assert self._loads.keys() <= running, "a load for a sequence that does not run"

@@ -41,10 +41,10 @@ class Prefix:
         """Return the blocks of a sequence that starts from it; `new` hold what is loaded and what follows."""
         if not self.loads:
             return self.blocks + new
-        loaded = {at for at, _ in self.loads}
+        loaded = {position for position, _ in self.loads}
         shared, rest = iter(self.blocks), iter(new)
         count = len(self.blocks) + len(loaded)
-        return [next(rest) if at in loaded else next(shared) for at in range(count)] + list(rest)
+        return [next(rest) if position in loaded else next(shared) for position in range(count)] + list(rest)
 
     def whole_blocks(self, block_size: int) -> Prefix:
         """Return it without the partial block."""
@@ -162,5 +162,5 @@ class BlockHeads:
 def _num_common(first: Tokens[int], second: Tokens[int]) -> int:
     """Return the length of the longest common prefix."""
     return next(
-        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

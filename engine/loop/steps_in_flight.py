@@ -141,7 +141,7 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
     more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
     postponed: set[int] = set()
     failed: list[Exception] = []
-    for at, chunk in enumerate(plan.chunks):
+    for index, chunk in enumerate(plan.chunks):
         try:
             alone = _compute_alone(runner, chunk, plan)
         except Exception as error:
@@ -152,13 +152,13 @@ def compute_one_by_one(runner: Runner, plan: StepPlan) -> Sampled:
         tokens += alone.tokens
         logprobs += alone.logprobs
         if alone.faults:
-            faults[at] = alone.faults[0]
+            faults[index] = alone.faults[0]
         if alone.readings:
-            readings[at] = alone.readings[0]
+            readings[index] = alone.readings[0]
         if alone.more:
-            more[at] = alone.more[0]
+            more[index] = alone.more[0]
         if alone.postponed:
-            postponed.add(at)
+            postponed.add(index)
     if len(failed) == len(plan.chunks) > 1:
         raise failed[0]
     return Sampled(tokens, logprobs, faults, readings=readings, more=more, postponed=postponed)

@@ -98,19 +98,19 @@ class ResidualStream:
 class Attention:
     """Rotary attention over the paged cache, with one product for queries, keys and values.
 
-    at      the name of the attention in the checkpoint, as in model.layers.0.self_attn
+    prefix  the name of the attention in the checkpoint, as in model.layers.0.self_attn
     window  how many tokens a query sees at most, its own included; None: all
     norms   of queries and keys; None: there are none
     """
 
     def __init__(
-        self, weights: Weights, at: str, config: ModelConfig, window: int | None, norms: HeadNorms | None = None
+        self, weights: Weights, prefix: str, config: ModelConfig, window: int | None, norms: HeadNorms | None = None
     ) -> None:
         self._ops, self._head_dim, self._window, self._norms = weights.ops, config.head_dim, window, norms
         hidden, query, kv = config.hidden_size, config.query_size, config.kv_size
-        rows = {f"{at}.q_proj": query, f"{at}.k_proj": kv, f"{at}.v_proj": kv}
+        rows = {f"{prefix}.q_proj": query, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
         self._qkv = weights.linear(rows, hidden, config.qkv_bias)
-        self._output = weights.linear({f"{at}.o_proj": hidden}, query, config.output_bias)
+        self._output = weights.linear({f"{prefix}.o_proj": hidden}, query, config.output_bias)
 
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
@@ -122,13 +122,13 @@ class Attention:
 class GatedMLP:
     """down(silu(gate(x)) · up(x)), with one product for gate and up (SwiGLU; Shazeer, 2020).
 
-    at  the name of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
+    prefix  the name of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
     """
 
-    def __init__(self, weights: Weights, at: str, config: ModelConfig) -> None:
+    def __init__(self, weights: Weights, prefix: str, config: ModelConfig) -> None:
         hidden, ffn = config.hidden_size, config.ffn_size
-        self._gate_up = weights.linear({f"{at}.gate_proj": ffn, f"{at}.up_proj": ffn}, hidden, config.mlp_bias)
-        self._down = weights.linear({f"{at}.down_proj": hidden}, ffn, config.mlp_bias, GATED)
+        self._gate_up = weights.linear({f"{prefix}.gate_proj": ffn, f"{prefix}.up_proj": ffn}, hidden, config.mlp_bias)
+        self._down = weights.linear({f"{prefix}.down_proj": hidden}, ffn, config.mlp_bias, GATED)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
@@ -173,8 +173,8 @@ class Decoder(ABC):
         """Reads config.json. Raises ConfigError for whatever this family does not support."""
 
     @abstractmethod
-    def make_layer(self, weights: Weights, at: str, window: int | None) -> Layer:
-        """Loads one layer, whose weights have names that begin with `at`."""
+    def make_layer(self, weights: Weights, prefix: str, window: int | None) -> Layer:
+        """Loads one layer, whose weights have names that begin with `prefix`."""
 
     def tabulate_rotations(self, num_positions: int) -> None:
         """Compute the cosines and sines of all positions, which steps look up. Else each step computes its own."""

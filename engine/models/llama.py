@@ -14,12 +14,12 @@ class LlamaLayer:
     """Attention and feed-forward layer, each behind a norm."""
 
     def __init__(
-        self, weights: Weights, at: str, config: ModelConfig, window: int | None, norms: HeadNorms | None = None
+        self, weights: Weights, prefix: str, config: ModelConfig, window: int | None, norms: HeadNorms | None = None
     ) -> None:
-        self._attention_norm = weights.norm(f"{at}.input_layernorm", config.hidden_size)
-        self._attention = Attention(weights, f"{at}.self_attn", config, window, norms)
-        self._mlp_norm = weights.norm(f"{at}.post_attention_layernorm", config.hidden_size)
-        self._mlp = GatedMLP(weights, f"{at}.mlp", config)
+        self._attention_norm = weights.norm(f"{prefix}.input_layernorm", config.hidden_size)
+        self._attention = Attention(weights, f"{prefix}.self_attn", config, window, norms)
+        self._mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm", config.hidden_size)
+        self._mlp = GatedMLP(weights, f"{prefix}.mlp", config)
 
     def __call__(self, stream: ResidualStream, step: LayerInputs, kv: PagedKV) -> None:
         stream.add(self._attention(stream.read_normalised(self._attention_norm), step, kv))
@@ -39,5 +39,5 @@ class Llama(Decoder):
             mlp_bias=file.flag("mlp_bias", False),
         )
 
-    def make_layer(self, weights: Weights, at: str, window: int | None) -> Layer:
-        return LlamaLayer(weights, at, self.config, window)
+    def make_layer(self, weights: Weights, prefix: str, window: int | None) -> Layer:
+        return LlamaLayer(weights, prefix, self.config, window)

@@ -24,14 +24,14 @@ _RMS_NORM_EPS = 1e-5  # what transformers assumes if config.json does not say
 class Olmo2Layer:
     """Attention and feed-forward layer, whose results are normalised before they are added to the stream."""
 
-    def __init__(self, weights: Weights, at: str, config: ModelConfig, window: int | None) -> None:
-        query = weights.norm(f"{at}.self_attn.q_norm", config.query_size)
-        key = weights.norm(f"{at}.self_attn.k_norm", config.kv_size)
+    def __init__(self, weights: Weights, prefix: str, config: ModelConfig, window: int | None) -> None:
+        query = weights.norm(f"{prefix}.self_attn.q_norm", config.query_size)
+        key = weights.norm(f"{prefix}.self_attn.k_norm", config.kv_size)
         norms = HeadNorms(query, key, config.rms_norm_eps)
-        self._attention = Attention(weights, f"{at}.self_attn", config, window, norms)
-        self._attention_norm = weights.norm(f"{at}.post_attention_layernorm", config.hidden_size)
-        self._mlp = GatedMLP(weights, f"{at}.mlp", config)
-        self._mlp_norm = weights.norm(f"{at}.post_feedforward_layernorm", config.hidden_size)
+        self._attention = Attention(weights, f"{prefix}.self_attn", config, window, norms)
+        self._attention_norm = weights.norm(f"{prefix}.post_attention_layernorm", config.hidden_size)
+        self._mlp = GatedMLP(weights, f"{prefix}.mlp", config)
+        self._mlp_norm = weights.norm(f"{prefix}.post_feedforward_layernorm", config.hidden_size)
 
     def __call__(self, stream: ResidualStream, step: LayerInputs, kv: PagedKV) -> None:
         stream.add(self._attention(stream.read(), step, kv), self._attention_norm)
@@ -47,8 +47,8 @@ class Olmo2(Decoder):
         config = ModelConfig.read(file, cls.model_type, rms_norm_eps=_RMS_NORM_EPS)
         return replace(config, qkv_bias=bias, output_bias=bias)
 
-    def make_layer(self, weights: Weights, at: str, window: int | None) -> Layer:
-        return Olmo2Layer(weights, at, self.config, window)
+    def make_layer(self, weights: Weights, prefix: str, window: int | None) -> Layer:
+        return Olmo2Layer(weights, prefix, self.config, window)
 
     def embed(self, inputs: StepInputs) -> Embedded:
         """In the weights' dtype, because products read the stream as it is."""

@@ -23,6 +23,6 @@ class Qwen3(Llama):
         bias = file.flag("attention_bias", False)
         return replace(config, qkv_bias=bias, output_bias=bias, windows=qwen_windows(file, config.num_layers))
 
-    def make_layer(self, weights: Weights, at: str, window: int | None) -> Layer:
-        query, key = (weights.norm(f"{at}.self_attn.{name}_norm", self.config.head_dim) for name in ("q", "k"))
-        return LlamaLayer(weights, at, self.config, window, HeadNorms(query, key, self.config.rms_norm_eps))
+    def make_layer(self, weights: Weights, prefix: str, window: int | None) -> Layer:
+        query, key = (weights.norm(f"{prefix}.self_attn.{name}_norm", self.config.head_dim) for name in ("q", "k"))
+        return LlamaLayer(weights, prefix, self.config, window, HeadNorms(query, key, self.config.rms_norm_eps))

@@ -55,8 +55,8 @@ def read(
     offsets    the place of each chunk's first token among the step's
     """
     return {
-        at: _read(model, hidden[offset : offset + chunk.length], token_ids[offset : offset + chunk.length], chunk)
-        for at, (chunk, offset) in enumerate(zip(chunks, offsets, strict=True))
+        index: _read(model, hidden[offset : offset + chunk.length], token_ids[offset : offset + chunk.length], chunk)
+        for index, (chunk, offset) in enumerate(zip(chunks, offsets, strict=True))
         if chunk.seq.reads(chunk.start, chunk.end)
     }
 

@@ -179,7 +179,7 @@ class _NGrams:
         most = min(len(self._tokens), len(tokens))
         if self._tokens[:most] == tokens[:most]:  # the usual case, without a loop in Python
             return most
-        return next(at for at in range(most) if self._tokens[at] != tokens[at])
+        return next(index for index in range(most) if self._tokens[index] != tokens[index])
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -56,14 +56,14 @@ def expected_logprobs(checksum: int, count: int, vocab_size: int, token: int | N
     """
     rest = checksum // vocab_size
     first, fall = rest % 61 / 64, (1 + rest // 61 % 40) / 64
-    ids = [(checksum + at) % vocab_size for at in range(count)]
+    ids = [(checksum + index) % vocab_size for index in range(count)]
     rank = 0 if token is None else (token - checksum) % vocab_size
-    return TokenLogprobs(-first - rank * fall, ids, [-first - at * fall for at in range(count)])
+    return TokenLogprobs(-first - rank * fall, ids, [-first - index * fall for index in range(count)])
 
 
 def expected_hidden(checksum: int) -> list[float]:
     """Make up the hidden state after a checksum: values in [-1, 1), whose sums are exact."""
-    values = (checksum >> at * _STATE_BITS & (1 << _STATE_BITS) - 1 for at in range(HIDDEN_SIZE))
+    values = (checksum >> index * _STATE_BITS & (1 << _STATE_BITS) - 1 for index in range(HIDDEN_SIZE))
     return [value / (1 << _STATE_BITS - 1) - 1 for value in values]
 
 
@@ -77,7 +77,7 @@ def _allowed(mask: TokenMask, tokens: list[int], checksum: int, vocab_size: int)
 
 def _late_masks(plan: StepPlan) -> set[int]:
     """Return the positions of chunks whose token masks are not there in time."""
-    masked = [(at, chunk.seq) for at, chunk in enumerate(plan.chunks) if chunk.samples and chunk.seq.token_mask]
+    masked = [(index, chunk.seq) for index, chunk in enumerate(plan.chunks) if chunk.samples and chunk.seq.token_mask]
     readers = [(seq.token_mask, partial(seq.token_mask.is_ready, seq.tokens)) for _, seq in masked if seq.token_mask]
     return {masked[each][0] for each in read_masks(readers, has_others=len(plan.chunks) > len(masked))}
 
@@ -157,7 +157,7 @@ class SyntheticRunner:
         faults: dict[int, str] = {}
         postponed = _late_masks(plan)
         self._copy_blocks(plan)
-        for at, chunk in enumerate(plan.chunks):
+        for index, chunk in enumerate(plan.chunks):
             seq = chunk.seq
             checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
             if checksum == _POISON:
@@ -166,15 +166,15 @@ class SyntheticRunner:
                 checksum = advance(checksum, self._token(chunk, position))
                 self._cache[self._slot(seq.blocks, position)] = checksum
             if seq.reads(chunk.start, chunk.end):
-                readings[at] = self._read(chunk)
-            if chunk.samples and at not in postponed:
-                token, logprobs[at] = self._choose(seq, checksum, seq.tokens)
+                readings[index] = self._read(chunk)
+            if chunk.samples and index not in postponed:
+                token, logprobs[index] = self._choose(seq, checksum, seq.tokens)
                 if token < 0:
-                    faults[at] = "its token mask leaves no token to choose"
+                    faults[index] = "its token mask leaves no token to choose"
                     continue
-                tokens[at] = chosen[seq.id] = token
-            if chunk.drafts and at not in postponed:
-                more[at] = self._verify(chunk, tokens[at], checksum)
+                tokens[index] = chosen[seq.id] = token
+            if chunk.drafts and index not in postponed:
+                more[index] = self._verify(chunk, tokens[index], checksum)
         self._chosen = chosen
         return Sampled(tokens, logprobs, faults, readings=readings, more=more, postponed=postponed)
 

@@ -130,4 +130,4 @@ class SortedQueue:
     def behind(self, count: int) -> Iterator[Sequence]:
         """Yield all but the first `count` sequences."""
         entries = self._entries
-        return (entries[at][2] for at in range(len(entries) - 1 - count, -1, -1))
+        return (entries[index][2] for index in range(len(entries) - 1 - count, -1, -1))

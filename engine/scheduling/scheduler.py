@@ -421,7 +421,7 @@ class Scheduler:
         if mask is None or not mask.depends_on_tokens or seq.output_len or seq.request.readout is not None:
             return
         forced = (mask.follow(seq.tokens) or [])[: seq.max_len - seq.num_tokens - 1]
-        stop = next((at for at, token in enumerate(forced) if token in seq.params.stop_token_ids), len(forced))
+        stop = next((index for index, token in enumerate(forced) if token in seq.params.stop_token_ids), len(forced))
         del forced[stop:]
         if forced and mask.follow(seq.tokens + forced) is None:
             forced.pop()

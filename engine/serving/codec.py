@@ -332,8 +332,8 @@ def trace_messages(number: int, snapshot: TraceSnapshot) -> Iterator[engine_pb2.
     """Yield a trace in parts, at least one. `number` is the one that the router gave its question."""
     steps, moves = snapshot.steps, snapshot.moves
     count = max(1, -(-max(len(steps), len(moves)) // STEPS_PER_PART))
-    for at in range(count):
-        of_part = slice(at * STEPS_PER_PART, (at + 1) * STEPS_PER_PART)
+    for index in range(count):
+        of_part = slice(index * STEPS_PER_PART, (index + 1) * STEPS_PER_PART)
         part = trace_pb2.StepTracePart(
             taken_at_s=snapshot.taken_at,
             token_budget=snapshot.token_budget,
@@ -342,7 +342,7 @@ def trace_messages(number: int, snapshot: TraceSnapshot) -> Iterator[engine_pb2.
             steps=_traced_steps(steps[of_part]),
             moves=[_traced_move(move) for move in moves[of_part]],
         )
-        yield engine_pb2.Trace(number=number, part=part, is_last=at == count - 1)
+        yield engine_pb2.Trace(number=number, part=part, is_last=index == count - 1)
 
 
 def _traced_steps(steps: list[Step]) -> Iterator[trace_pb2.TracedStep]:

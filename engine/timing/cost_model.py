@@ -324,13 +324,13 @@ class StepTimeFilter:
         for part, other in _EXPECTED_FROM.items():
             self._covariance[part][part] += (OWN**2) * variance
             self._covariance[part][other] = self._covariance[other][part] = variance
-        self._most = [self._covariance[at][at] for at in range(_SIZE)]
+        self._most = [self._covariance[index][index] for index in range(_SIZE)]
 
     def _drift(self, load: StepLoad, expected: float) -> None:
-        for at, x in enumerate(load):
+        for index, x in enumerate(load):
             if x > 0.0:
-                walked = DRIFT * max(self.parts[at], LEAST_PART * expected)
-                self._covariance[at][at] = min(self._covariance[at][at] + walked**2, self._most[at])
+                walked = DRIFT * max(self.parts[index], LEAST_PART * expected)
+                self._covariance[index][index] = min(self._covariance[index][index] + walked**2, self._most[index])
 
     def _leave_out_the_negative(self) -> None:
         """Set negative parts to 0, and the others to what is most likely given that."""
@@ -341,11 +341,11 @@ class StepTimeFilter:
         while min(self.parts) < 0:
             zero.add(worst := min(range(_SIZE), key=self.parts.__getitem__))
             row, variance, below = given[worst][:], given[worst][worst], self.parts[worst]
-            for at in range(_SIZE):
-                share = row[at] / variance if variance > 0 else 0.0
-                self.parts[at] = 0.0 if at in zero else self.parts[at] - share * below
+            for index in range(_SIZE):
+                share = row[index] / variance if variance > 0 else 0.0
+                self.parts[index] = 0.0 if index in zero else self.parts[index] - share * below
                 for column in range(_SIZE):
-                    given[at][column] -= share * row[column]
+                    given[index][column] -= share * row[column]
 
 
 def _dot(one: list[float] | StepLoad, other: list[float] | StepLoad) -> float:

@@ -241,8 +241,8 @@ class Tuner:
 
     def tune(self, every: Sequence[Space]) -> Iterator[Found]:
         """Tune spaces in order. Raises OutOfTime."""
-        for at, space in enumerate(every):
-            for coming in every[at : at + 2]:
+        for index, space in enumerate(every):
+            for coming in every[index : index + 2]:
                 if self._log.get(coming, {}) is None:
                     self._compilers.begin(coming)
             try:

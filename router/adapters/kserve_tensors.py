@@ -127,7 +127,7 @@ def _tensors(theirs: kserve.ModelInferRequest) -> _Tensors:
     if raw and len(raw) != len(theirs.inputs):
         raise InvalidArgument("raw_input_contents", f"has {len(raw)} entries for {len(theirs.inputs)} inputs")
     tensors = _Tensors({}, {})
-    for at, tensor in enumerate(theirs.inputs):
+    for index, tensor in enumerate(theirs.inputs):
         name = tensor.name
         if (kind := INPUTS.get(name)) is None:
             raise Unimplemented(f"inputs.{named(name)}")
@@ -142,9 +142,9 @@ def _tensors(theirs: kserve.ModelInferRequest) -> _Tensors:
         if raw and tensor.HasField("contents"):
             raise InvalidArgument(name, "has contents besides raw_input_contents")
         if kind == "BYTES":
-            tensors.texts[name] = _text_in(name, raw[at] if raw else None, tensor.contents)
+            tensors.texts[name] = _text_in(name, raw[index] if raw else None, tensor.contents)
         else:
-            tensors.flags[name] = _flag_in(name, raw[at] if raw else None, tensor.contents)
+            tensors.flags[name] = _flag_in(name, raw[index] if raw else None, tensor.contents)
     return tensors
 
 
@@ -270,7 +270,7 @@ class _Parameter:
         if not isinstance(self.value, list):
             raise InvalidArgument(self.field, "is not a list")
         check_count(len(self.value), self.field, most)
-        return [_Parameter(f"{self.field}[{at}]", value, self.limits) for at, value in enumerate(self.value)]
+        return [_Parameter(f"{self.field}[{index}]", value, self.limits) for index, value in enumerate(self.value)]
 
     def _ids(self, most: int) -> list[int]:
         return [each._integer(0, _UINT32) for each in self._list(most)]

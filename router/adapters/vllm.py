@@ -175,9 +175,9 @@ class VllmEngine:
         archive, sha256 = await asyncio.shield(self._archive)  # a caller that goes must not take it from the others
         last = max(0, len(archive) - 1) // CHUNK_BYTES * CHUNK_BYTES
         async with ClientWriter(context, self._stall_timeout_s) as writer:
-            for at in range(0, last + 1, CHUNK_BYTES):
-                chunk = smg_common_pb2.GetTokenizerChunk(data=archive[at : at + CHUNK_BYTES])
-                if at == last:
+            for index in range(0, last + 1, CHUNK_BYTES):
+                chunk = smg_common_pb2.GetTokenizerChunk(data=archive[index : index + CHUNK_BYTES])
+                if index == last:
                     chunk.sha256 = sha256
                 await writer.write(chunk)  # type: ignore[arg-type]  # a call takes its own method's messages
 

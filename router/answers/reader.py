@@ -78,10 +78,10 @@ class AnswerReader:
         while True:
             rest = self._buffer[self._at :]
             if (found := _first(rest, markers)) is not None:
-                at, marker = found
-                num_spaces = _space_at_end(rest[:at])
-                self._emit(rest[: at - num_spaces], kind)
-                self._at += at - num_spaces
+                start, marker = found
+                num_spaces = _space_at_end(rest[:start])
+                self._emit(rest[: start - num_spaces], kind)
+                self._at += start - num_spaces
                 self._drop()
                 self._at = num_spaces
                 self._opening_len = num_spaces + len(marker)
@@ -212,9 +212,9 @@ class AnswerReader:
         while True:
             rest = self._buffer[self._at :]
             if (found := _first(rest, ends)) is not None:
-                at, marker = found
-                self._at += at + len(marker)
-                take(rest[:at])
+                start, marker = found
+                self._at += start + len(marker)
+                take(rest[:start])
                 return marker
             certain = len(rest) - _beginning_at_end(rest, ends)
             self._at += certain

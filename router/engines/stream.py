@@ -153,8 +153,8 @@ class Wakeups:
         self._next = None
         are_late = self.are_late
         is_burst = not are_late and self._clock() < self._refused_at + REFUSALS_FOLLOW_S
-        for at in range(WOKEN_AT_ONCE << are_late):
-            if self._others and not is_burst and (not self._first or (are_late and at % 4)):
+        for index in range(WOKEN_AT_ONCE << are_late):
+            if self._others and not is_burst and (not self._first or (are_late and index % 4)):
                 _, stream = self._others.popleft()
             elif self._first:
                 stream = self._first.popleft()

@@ -159,12 +159,12 @@ class LiveFeed:
         load = await self._load()
         now = time.monotonic()
         traces: list[Trace | None] = []
-        for at, channel in enumerate(self._channels):
-            read_at = min(view.read_at.get(at, -math.inf) for view in views)
-            traces.append(trace := await self._trace(at, channel, now, read_at))
+        for index, channel in enumerate(self._channels):
+            read_at = min(view.read_at.get(index, -math.inf) for view in views)
+            traces.append(trace := await self._trace(index, channel, now, read_at))
             if trace:
                 for view in views:
-                    view.read_at[at] = now
+                    view.read_at[index] = now
         self._number += 1
         for view in views:
             if any(traces) or not view.ticks or now - view.ticks[-1][1] >= HEARTBEAT_S:

@@ -31,8 +31,8 @@ def add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
         raise InvalidArgument("messages", "is missing or empty")
     if not limits.has_chat_template:
         raise InvalidArgument("messages", "the model served here has no chat template; use /v1/completions")
-    for at, message in enumerate(messages):
-        chat.messages.append(_message(Fields(message, f"messages[{at}]."), limits))
+    for index, message in enumerate(messages):
+        chat.messages.append(_message(Fields(message, f"messages[{index}]."), limits))
     chat.continue_last = given.flag("continue_last")
     _tools(given, chat, limits)
     variables = given.take("chat_template_kwargs", dict, "an object") or {}
@@ -60,15 +60,15 @@ def _message(given: Fields, limits: Limits) -> chat_pb2.ChatMessage:
     content = given.take("content", (str, list), "a string or a list of parts")
     if isinstance(content, list):
         check_count(len(content), given.name("content"), limits.max_parts)
-        for at, part in enumerate(content):
-            message.parts.add(text=_text_part(Fields(part, given.name(f"content[{at}]."))))
+        for index, part in enumerate(content):
+            message.parts.add(text=_text_part(Fields(part, given.name(f"content[{index}]."))))
     elif content is not None:
         message.content = content
     calls = given.entries("tool_calls", limits.max_tools)
     if content is None and not (role == "assistant" and calls):
         raise InvalidArgument(given.name("content"), "is missing")
-    for at, call in enumerate(calls):
-        message.tool_calls.append(_tool_call(Fields(call, given.name(f"tool_calls[{at}]."))))
+    for index, call in enumerate(calls):
+        message.tool_calls.append(_tool_call(Fields(call, given.name(f"tool_calls[{index}]."))))
     if given.take("annotations"):  # a client may send an answer back as it came, with an empty list
         raise Unimplemented(given.name("annotations"))
     given.none_left()
@@ -102,8 +102,8 @@ def _tool_call(given: Fields) -> chat_pb2.ToolCall:
 
 
 def _tools(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
-    for at, tool in enumerate(given.entries("tools", limits.max_tools)):
-        chat.tools.append(_tool(Fields(tool, f"tools[{at}].")))
+    for index, tool in enumerate(given.entries("tools", limits.max_tools)):
+        chat.tools.append(_tool(Fields(tool, f"tools[{index}].")))
     if given.take("parallel_tool_calls", bool, "true or false") is False:
         chat.tool_choice.at_most_one = True
     match given.take("tool_choice"):

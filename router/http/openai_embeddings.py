@@ -71,8 +71,8 @@ class EmbeddingsApi:
         self._is_one = isinstance(wanted, str) or (bool(wanted) and not isinstance(wanted[0], str | list))
         entries = [wanted] if self._is_one else wanted
         check_count(len(entries), "input", limits.max_readouts)
-        for at, entry in enumerate(entries):
-            path = "input" if self._is_one else f"input[{at}]"
+        for index, entry in enumerate(entries):
+            path = "input" if self._is_one else f"input[{index}]"
             if isinstance(entry, str):
                 request.inputs.add(text=entry)
             elif isinstance(entry, list):
@@ -94,8 +94,8 @@ class EmbeddingsApi:
         """Write the whole answer, which `end` returns. Long ones are written in a thread."""
         tokens = message.usage.prompt_tokens
         data = ",".join(
-            f'{{"object":"embedding","index":{at},"embedding":{self._vector(each.values)}}}'
-            for at, each in enumerate(message.embeddings)
+            f'{{"object":"embedding","index":{index},"embedding":{self._vector(each.values)}}}'
+            for index, each in enumerate(message.embeddings)
         )
         usage = f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}'
         model = json.dumps(self._model)

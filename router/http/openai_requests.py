@@ -247,9 +247,9 @@ def _stop(given: Fields, limits: Limits) -> list[str]:
 
 def _texts(given: Fields, name: str, most: int) -> list[str]:
     texts = given.entries(name, most)
-    for at, text in enumerate(texts):
+    for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise InvalidArgument(f"{name}[{at}]", "must be a string")
+            raise InvalidArgument(f"{name}[{index}]", "must be a string")
     return texts
 
 
@@ -260,7 +260,7 @@ def _prompts(given: Fields, limits: Limits) -> list[Prompt]:
     if isinstance(prompt, str) or not (prompt and isinstance(prompt[0], str | list)):
         return [_one_prompt(prompt, "prompt", limits)]
     check_count(len(prompt), "prompt", limits.max_n)
-    return [_one_prompt(each, f"prompt[{at}]", limits) for at, each in enumerate(prompt)]
+    return [_one_prompt(each, f"prompt[{index}]", limits) for index, each in enumerate(prompt)]
 
 
 def _one_prompt(prompt: Json, name: str, limits: Limits) -> Prompt:

@@ -109,7 +109,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             version=installed_version(),
             model=self._model,
             state=self._state.state,
-            engines=[_status(at, channel, restarts) for at, channel in enumerate(self._dispatcher.channels)],
+            engines=[_status(index, channel, restarts) for index, channel in enumerate(self._dispatcher.channels)],
             limits=control_pb2.Limits(
                 max_requests=self._admission.max_requests,
                 max_queued_tokens=self._admission.max_tokens,
@@ -168,11 +168,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise InvalidArgument("last_s", f"is {request.last_s:g}, must be above 0")
         self._dispatcher.pick()
         with self._traces:
-            for at, channel in enumerate(self._dispatcher.channels):
+            for index, channel in enumerate(self._dispatcher.channels):
                 if channel.is_ready:
                     parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
                     async for part in seen_trace(parts):
-                        part.engine = at
+                        part.engine = index
                         await context.write(part)
 
     async def current_load(self) -> control_pb2.Load:
@@ -182,11 +182,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def load(self) -> control_pb2.Load:
         """The load as of each ready engine's last step."""
         load = control_pb2.Load(requests=self._admission.requests, reserved_tokens=self._admission.tokens)
-        for at, channel in enumerate(self._dispatcher.channels):
+        for index, channel in enumerate(self._dispatcher.channels):
             if channel.is_ready:
                 engine = load.engines.add()
                 engine.CopyFrom(channel.load)
-                engine.engine = at
+                engine.engine = index
                 engine.kv_waste = engine.kv_slots_unused / engine.kv_slots if engine.kv_slots else 0.0
                 engine.prefix_hit_rate = engine.cached_tokens / engine.prompt_tokens if engine.prompt_tokens else 0.0
         add_tenants(load, (channel.tenants for channel in self._dispatcher.ready))

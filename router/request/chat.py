@@ -62,8 +62,8 @@ class _ChatReader:
         check_count(len(chat.messages), "chat.messages", limits.max_messages)
         check_count(len(chat.tools), "chat.tools", limits.max_tools)
         _check_choice(chat)
-        messages = tuple(self._message(each, f"chat.messages[{at}]") for at, each in enumerate(chat.messages))
-        tools = [self._tool(each, f"chat.tools[{at}]") for at, each in enumerate(chat.tools)]
+        messages = tuple(self._message(each, f"chat.messages[{index}]") for index, each in enumerate(chat.messages))
+        tools = [self._tool(each, f"chat.tools[{index}]") for index, each in enumerate(chat.tools)]
         kwargs = self._template_kwargs(chat.template_kwargs)
         if chat.continue_last and messages[-1].role != "assistant":
             raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
@@ -84,7 +84,9 @@ class _ChatReader:
             role,
             self._content(message, field),
             self._text(message.reasoning, f"{field}.reasoning"),
-            tuple(self._tool_call(call, f"{field}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls)),
+            tuple(
+                self._tool_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+            ),
             self._text(message.tool_call_id, f"{field}.tool_call_id"),
             self._text(message.name, f"{field}.name"),
         )
@@ -95,9 +97,9 @@ class _ChatReader:
         if message.content:
             raise InvalidArgument(f"{field}.parts", "must not be set together with content")
         check_count(len(message.parts), f"{field}.parts", self._limits.max_parts)
-        for at, part in enumerate(message.parts):
+        for index, part in enumerate(message.parts):
             if not part.HasField("text"):
-                raise InvalidArgument(f"{field}.parts[{at}]", "has a kind that this server does not know; set text")
+                raise InvalidArgument(f"{field}.parts[{index}]", "has a kind that this server does not know; set text")
         return self._text("\n".join(part.text for part in message.parts), f"{field}.parts")
 
     def _tool(self, tool: chat_pb2.Tool, field: str) -> dict[str, Json]:

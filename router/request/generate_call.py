@@ -121,8 +121,8 @@ class GenerateCall:
         for start in range(0, len(ids), at_once):
             response = inference_pb2.GenerateResponse(request_id=self._response.request_id, prompt={})
             write_records(response.prompt.tokens, ids[start : start + at_once])
-            for at, token in enumerate(response.prompt.tokens, start):
-                if (logprobs := found.get(at)) is not None:
+            for index, token in enumerate(response.prompt.tokens, start):
+                if (logprobs := found.get(index)) is not None:
                     write_logprobs(token, logprobs)
             if self._token_bytes is not None:
                 write_bytes(response.prompt.tokens, self._token_bytes)

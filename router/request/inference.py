@@ -328,6 +328,6 @@ class InferenceServicer:
 
 def _serialized(ids: Sequence[int]) -> bytes:
     response = inference_pb2.TokenizeResponse()
-    for at in range(0, len(ids), _IDS_AT_ONCE):
-        response.token_ids.extend(ids[at : at + _IDS_AT_ONCE])
+    for index in range(0, len(ids), _IDS_AT_ONCE):
+        response.token_ids.extend(ids[index : index + _IDS_AT_ONCE])
     return response.SerializeToString()

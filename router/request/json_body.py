@@ -157,11 +157,11 @@ def check_range(value: int, name: str, low: int, high: int) -> None:
 
 
 def integers_of(values: list[Json], name: str) -> list[int]:
-    for at, value in enumerate(values):
+    for index, value in enumerate(values):
         if type(value) is not int:
-            raise InvalidArgument(f"{name}[{at}]", "must be a whole number")
+            raise InvalidArgument(f"{name}[{index}]", "must be a whole number")
         if not 0 <= value <= MAX_UINT32:
-            check_range(value, f"{name}[{at}]", 0, MAX_UINT32)
+            check_range(value, f"{name}[{index}]", 0, MAX_UINT32)
     return values
 
 

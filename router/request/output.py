@@ -158,10 +158,10 @@ class SequenceOutput:
         ended: engine_pb2.Ended | None,
     ) -> deque[Part]:
         parts: deque[Part] = deque()
-        for at, id in enumerate(ids):
+        for index, id in enumerate(ids):
             if self.stop is not None:
                 break
-            is_end = ended is not None and at + 1 == len(ids)
+            is_end = ended is not None and index + 1 == len(ids)
             text, count = self._text_of((id,), ended if is_end else None)
             self.num_tokens += count
             was_thinking = parser.is_thinking
@@ -172,7 +172,7 @@ class SequenceOutput:
             if is_end or self.stop is not None:
                 self._events += parser.flush()
             event = self._events.popleft() if self._events else None
-            _add(parts, Part([id], list(logprobs[at : at + 1]), event))
+            _add(parts, Part([id], list(logprobs[index : index + 1]), event))
         if ended is not None and not ids and self.stop is None:
             self._events += parser.push(self._text_of((), ended)[0])
             self._events += parser.flush()
@@ -193,14 +193,14 @@ class SequenceOutput:
             text = self._detokenizer.push(before_end)
             return (text + self._text_at_end(at_end) if ended is not None else text), len(ids)
         pieces = []
-        for at, id in enumerate(before_end):
+        for index, id in enumerate(before_end):
             delta = self._detokenizer.push((id,))
-            if self.num_tokens + at < self._min_tokens:
+            if self.num_tokens + index < self._min_tokens:
                 pieces.append(delta)
                 continue
             pieces.append(self._matcher.push(delta))
             if self._matcher.matched is not None:
-                return self._stopped(pieces, self._matcher.matched), at + 1
+                return self._stopped(pieces, self._matcher.matched), index + 1
         if ended is not None and at_end and self._includes_stop:
             pieces += (self._matcher.flush(), self._text_at_end(at_end))
         elif ended is not None:

@@ -83,7 +83,7 @@ def validate_embed(request: inference_pb2.EmbedRequest, limits: Limits, served: 
         raise InvalidArgument("pooling", f"is {request.pooling}, which is not a known value")
     if request.HasField("dimensions"):
         check_integer(request.dimensions, "dimensions", 1, limits.hidden_size)
-    names = [f"inputs[{at}]" for at in range(len(request.inputs))]
+    names = [f"inputs[{index}]" for index in range(len(request.inputs))]
     found = [_text_or_ids(each, name, limits) for each, name in zip(request.inputs, names, strict=True)]
     return EmbedParams(
         request_id=common,
@@ -103,7 +103,7 @@ def validate_score(request: inference_pb2.ScoreRequest, limits: Limits, served: 
     """Check all but the lengths of tokenized texts. Raises InvalidArgument, NotFound for the model."""
     common = _check_common(request, len(request.continuations), "continuations", limits, served)
     shared = prompt_from(request, limits)
-    names = [f"continuations[{at}]" for at in range(len(request.continuations))]
+    names = [f"continuations[{index}]" for index in range(len(request.continuations))]
     found = [_text_or_ids(each, name, limits) for each, name in zip(request.continuations, names, strict=True)]
     return ScoreParams(
         request_id=common,
@@ -161,7 +161,7 @@ def _text_or_ids(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A request's tokens. Sequence `at` is the shared ones and parts[at]; the engine reads `readout` of each."""
+    """A request's tokens. Sequence `index` is the shared ones and parts[index]; the engine reads `readout` of each."""
 
     params: ReadoutParams
     shared: list[int]
@@ -191,10 +191,10 @@ class _Job:
             if not 1 <= len(part) <= room:
                 raise InvalidArgument(path, f"is {len(part)} tokens, must be from 1 to {room}")
 
-    def submit(self, at: int, asker: Caller, timeout_s: float | None) -> engine_pb2.Submit:
+    def submit(self, index: int, asker: Caller, timeout_s: float | None) -> engine_pb2.Submit:
         params = self.params
         return engine_pb2.Submit(
-            prompt=[*self.shared, *self.parts[at]],
+            prompt=[*self.shared, *self.parts[index]],
             sampling=inference_pb2.Sampling(n=1, seed=0, **_GREEDY),  # type: ignore[arg-type]
             max_tokens=1,
             cache=inference_pb2.Cache(salt=asker.cache_salt(params.cache.salt), bypass=params.cache.bypass),
@@ -237,26 +237,26 @@ class ReadoutStream:
 
     def _fill(self, most: int) -> None:
         while len(self._live) < most and self._num_submitted < self._count:
-            at = self._num_submitted
+            index = self._num_submitted
             self._num_submitted += 1
-            self._live[at] = stream = self._engine.submit(self._submit(at), partial(self._start, at))
+            self._live[index] = stream = self._engine.submit(self._submit(index), partial(self._start, index))
             stream.wake = self._wake
 
-    def _start(self, at: int) -> None:
-        if at not in self._started:  # an engine reports each start and the end
-            self._started.add(at)
-            self._starts(at)
+    def _start(self, index: int) -> None:
+        if index not in self._started:  # an engine reports each start and the end
+            self._started.add(index)
+            self._starts(index)
 
     async def outputs(self) -> AsyncIterator[tuple[int, SequenceInbox]]:
         """Yield each sequence with its whole output when it has ended. Raises Unavailable when the engine is lost."""
         while self._live:
             await self._wake.wait()
-            for at, stream in list(self._live.items()):
+            for index, stream in list(self._live.items()):
                 if stream.error is not None:
                     raise stream.error
                 if stream.inboxes[0].ended is not None:
-                    del self._live[at]
-                    yield at, stream.inboxes[0]
+                    del self._live[index]
+                    yield index, stream.inboxes[0]
             if not (self._is_aborted or (self._leads and self._num_submitted == 1 and self._live)):
                 self._fill(AT_ONCE)
 
@@ -376,12 +376,12 @@ class Readouts:
         """Compute all sequences. Returns what was read from each."""
         dispatcher, reservation, spending = self._services.dispatcher, admitted.reservation, admitted.spending
 
-        def starts(at: int) -> None:
+        def starts(index: int) -> None:
             reservation.starts()
-            spending.used += len(job.parts[at]) + (0 if spending.used else len(job.shared))
+            spending.used += len(job.parts[index]) + (0 if spending.used else len(job.shared))
 
-        def submit(at: int) -> engine_pb2.Submit:
-            return job.submit(at, admitted.asker, time_left(admitted.call))
+        def submit(index: int) -> engine_pb2.Submit:
+            return job.submit(index, admitted.asker, time_left(admitted.call))
 
         engine = dispatcher.pick()
         admitted.record.engine = dispatcher.channels.index(engine)
@@ -396,11 +396,11 @@ class Readouts:
                 stream.abort()
             await self._services.messages.check_end(admitted.call)  # while the engine computes
             admitted.message.release()
-            async for at, inbox in stream.outputs():
+            async for index, inbox in stream.outputs():
                 assert inbox.ended is not None, "a sequence's output is given once it has ended"
-                raise_if_failed(inbox.ended, job.params.part_fields[at])
+                raise_if_failed(inbox.ended, job.params.part_fields[index])
                 if inbox.ended.reason != engine_pb2.END_REASON_ABORTED:
-                    answer.ends[at], outputs[at] = inbox.ended, inbox.readings
+                    answer.ends[index], outputs[index] = inbox.ended, inbox.readings
         finally:
             stream.close()
         if len(answer.ends) < len(outputs):
@@ -437,8 +437,8 @@ class Readouts:
             for ids, readings in zip(job.parts, outputs, strict=True):
                 score = made.scores.add()
                 found = {each.at: each for reading in readings for each in reading.logprobs}
-                for at, id in enumerate(ids, len(job.shared)):
-                    write_logprobs(score.tokens.add(id=id), found[at])
+                for index, id in enumerate(ids, len(job.shared)):
+                    write_logprobs(score.tokens.add(id=id), found[index])
                 score.logprob = math.fsum(token.logprob for token in score.tokens)
                 if params.has_token_bytes:
                     write_bytes(score.tokens, self._services.tokenizer.token_bytes)

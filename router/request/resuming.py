@@ -170,9 +170,9 @@ class KeptStream:
         """The number of tokens that the client has of each sequence. Raises InvalidArgument."""
         if len(received) > len(self.sequences):
             raise InvalidArgument("received", f"has {len(received)} entries, the request has n = {len(self.sequences)}")
-        for at, (count, sequence) in enumerate(zip(received, self.sequences, strict=False)):
+        for index, (count, sequence) in enumerate(zip(received, self.sequences, strict=False)):
             if count > len(sequence.ids):
-                raise InvalidArgument(f"received[{at}]", f"is {count}; {len(sequence.ids)} tokens were sent")
+                raise InvalidArgument(f"received[{index}]", f"is {count}; {len(sequence.ids)} tokens were sent")
         return [*received, *[0] * (len(self.sequences) - len(received))]
 
     def resumable(self, error: Unavailable, retry_after_s: float | None) -> Unavailable:

@@ -45,10 +45,10 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
 
 def _check_bad_words(words: Sequence[str], limits: Limits) -> None:
     check_count(len(words), "sampling.bad_words", limits.max_bad_words)
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if not word:
-            raise InvalidArgument(f"sampling.bad_words[{at}]", "is empty")
-        check_bytes(word, f"sampling.bad_words[{at}]", limits.max_bad_word_bytes)
+            raise InvalidArgument(f"sampling.bad_words[{index}]", "is empty")
+        check_bytes(word, f"sampling.bad_words[{index}]", limits.max_bad_word_bytes)
 
 
 def recommended_sampling(recommended: Mapping[str, Any]) -> inference_pb2.Sampling | None:

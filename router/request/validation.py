@@ -391,10 +391,10 @@ def _check_min_tokens(min_tokens: int, max_tokens: int) -> None:
 
 def _stop(stops: Sequence[str], limits: Limits) -> tuple[str, ...]:
     check_count(len(stops), "stopping.stop", limits.max_stop)
-    for at, stop in enumerate(stops):
+    for index, stop in enumerate(stops):
         if not stop:
-            raise InvalidArgument(f"stopping.stop[{at}]", "is empty")
-        check_bytes(stop, f"stopping.stop[{at}]", limits.max_stop_bytes)
+            raise InvalidArgument(f"stopping.stop[{index}]", "is empty")
+        check_bytes(stop, f"stopping.stop[{index}]", limits.max_stop_bytes)
     return tuple(stops)
 
 

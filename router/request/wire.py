@@ -99,12 +99,12 @@ class _Scan:
 
     def run(self, descriptor: Descriptor) -> None:
         raw = self._raw
-        message, at, end = _Message(descriptor, ""), 0, len(raw)
+        message, offset, end = _Message(descriptor, ""), 0, len(raw)
         outer: list[tuple[_Message, int]] = []  # messages that go on after this one, and their ends
         num_fields = groups = 0  # groups that are open: the protocol has none, so nothing inside is a field of ours
         while True:
-            if at >= end:
-                if at > end or groups:
+            if offset >= end:
+                if offset > end or groups:
                     raise Malformed
                 if not outer:
                     return
@@ -113,41 +113,41 @@ class _Scan:
             num_fields += 1
             if num_fields > MAX_FIELDS:
                 raise InvalidArgument("request", f"has more than {MAX_FIELDS} fields, the limit")
-            tag = raw[at]
-            at += 1
+            tag = raw[offset]
+            offset += 1
             if tag > 127:
-                tag, at = self._varint(at - 1)
+                tag, offset = self._varint(offset - 1)
             kind, number = tag & 7, tag >> 3
             field = None if groups else message.fields.get(number)
             if kind == _BYTES:
-                if at >= end:
+                if offset >= end:
                     raise Malformed
-                length = raw[at]
-                at += 1
+                length = raw[offset]
+                offset += 1
                 if length > 127:
-                    length, at = self._varint(at - 1)
-                if at + length > end:
+                    length, offset = self._varint(offset - 1)
+                if offset + length > end:
                     raise Malformed
                 if field is None:
-                    at += length
+                    offset += length
                     continue
                 if field.is_packable and field.is_repeated:
-                    self._count(message, number, len(raw[at : at + length].translate(None, _CONTINUED)))
+                    self._count(message, number, len(raw[offset : offset + length].translate(None, _CONTINUED)))
                 elif field.is_repeated:
                     self._count(message, number, 1)
                 if field.message is None:
-                    at += length
+                    offset += length
                 else:
                     outer.append((message, end))
-                    message, end = self._inside(message, number, field), at + length
+                    message, end = self._inside(message, number, field), offset + length
             elif kind == _VARINT:
                 if field is not None and field.is_packable and field.is_repeated:
                     self._count(message, number, 1)
-                _, at = self._varint(at)
+                _, offset = self._varint(offset)
             elif kind == _FIXED32:
-                at += 4
+                offset += 4
             elif kind == _FIXED64:
-                at += 8
+                offset += 8
             elif kind == _START_GROUP:
                 groups += 1
             elif kind == _END_GROUP and groups:
@@ -170,15 +170,15 @@ class _Scan:
             part = message.parts[number] = _Message(field.message, f"{message.path}{field.name}.")
         return part
 
-    def _varint(self, at: int) -> tuple[int, int]:
-        """The varint at `at`, and where it ends."""
+    def _varint(self, offset: int) -> tuple[int, int]:
+        """The varint at `offset`, and where it ends."""
         raw, value = self._raw, 0
         for shift in range(0, 70, 7):
-            if at >= len(raw):
+            if offset >= len(raw):
                 raise Malformed
-            byte = raw[at]
-            at += 1
+            byte = raw[offset]
+            offset += 1
             value |= (byte & 127) << shift
             if byte < 128:
-                return value, at
+                return value, offset
         raise Malformed

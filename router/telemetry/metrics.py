@@ -62,9 +62,11 @@ class Tally:
     def __init__(self, num_engines: int, admission: Admission, router: int) -> None:
         self.times = [TokenTimes() for _ in range(num_engines)]
         self._requests = {  # by engine, method and name; those of other methods begin with their first call
-            (at, "Generate", each.name): Histogram(each.bounds) for at in range(num_engines) for each in OF_REQUESTS
+            (index, "Generate", each.name): Histogram(each.bounds)
+            for index in range(num_engines)
+            for each in OF_REQUESTS
         }
-        self._finished = Counter({(at, reason): 0 for at in range(num_engines) for reason in _FINISHED.values()})
+        self._finished = Counter({(index, reason): 0 for index in range(num_engines) for reason in _FINISHED.values()})
         self._calls = Counter({("Generate", "OK", ""): 0})
         self._lag = Histogram(TOKEN_BOUNDS)
         self._admission = admission
@@ -162,8 +164,8 @@ def engine_samples(
     yield "server_info", (installed_version(),), 1
     yield "draining", (), is_draining
     yield "tenants", (), load.num_tenants
-    for at, channel in enumerate(dispatcher.channels):
-        engine = str(at)
+    for index, channel in enumerate(dispatcher.channels):
+        engine = str(index)
         yield "engine_up", (engine,), channel.is_ready
         yield "engine_restarts", (engine,), restarts
         if channel.info is not None:

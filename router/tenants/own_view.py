@@ -49,8 +49,8 @@ async def seen_trace(parts: Sequence[trace_pb2.StepTracePart]) -> AsyncIterator[
     tenant = caller().tenant
     own: set[int] = set()
     for part in parts:
-        for at in range(0, len(part.moves), _SLICE):
-            own.update(move.sequence for move in part.moves[at : at + _SLICE] if move.tenant == tenant)
+        for index in range(0, len(part.moves), _SLICE):
+            own.update(move.sequence for move in part.moves[index : index + _SLICE] if move.tenant == tenant)
             await asyncio.sleep(0)
     for part in parts:
         seen = trace_pb2.StepTracePart(
@@ -60,8 +60,8 @@ async def seen_trace(parts: Sequence[trace_pb2.StepTracePart]) -> AsyncIterator[
             is_partial=True,
         )
         sequences: Sequence[int] = ()
-        for at in range(0, len(part.steps), _SLICE):
-            for step in part.steps[at : at + _SLICE]:
+        for index in range(0, len(part.steps), _SLICE):
+            for step in part.steps[index : index + _SLICE]:
                 sequences = step.sequences or sequences
                 seen.steps.append(_own_step(step, sequences, own))
             await asyncio.sleep(0)

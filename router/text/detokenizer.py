@@ -118,7 +118,7 @@ def _byte_alphabet() -> dict[str, int]:
     """GPT-2's names of the 256 bytes: visible characters of Latin-1 name themselves, the others follow U+0100."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTE_OF_CHAR = _byte_alphabet()

@@ -133,11 +133,11 @@ class Tokenizer:
 
         def encode() -> list[list[int]]:
             found: dict[tuple[int, ...], None] = {}
-            for at, word in enumerate(words):
+            for index, word in enumerate(words):
                 bare = word.removeprefix(" ")
                 forms = [ids for text in (bare, f" {bare}") if (ids := tuple(self.encode(text, False)))]
                 if not forms:
-                    raise InvalidArgument(f"sampling.bad_words[{at}]", "becomes no tokens")
+                    raise InvalidArgument(f"sampling.bad_words[{index}]", "becomes no tokens")
                 found.update(dict.fromkeys(forms))
             return [list(ids) for ids in found]
 

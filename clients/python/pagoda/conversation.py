@@ -45,12 +45,12 @@ def chat(
     conversation: Any = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     rendered = chat_pb2.Chat(continue_last=bool(continue_last))
     _check_list(conversation, "chat.messages", "messages or a text")
-    for at, message in enumerate(conversation):
-        _add_message(rendered.messages.add(), message, f"chat.messages[{at}]")
+    for index, message in enumerate(conversation):
+        _add_message(rendered.messages.add(), message, f"chat.messages[{index}]")
     if tools is not None:
         _check_list(tools, "chat.tools", "tools")
-        for at, tool in enumerate(tools):
-            _add_tool(rendered.tools.add(), tool, f"chat.tools[{at}]")
+        for index, tool in enumerate(tools):
+            _add_tool(rendered.tools.add(), tool, f"chat.tools[{index}]")
     if tool_choice is not None:
         _set_choice(rendered.tool_choice, tool_choice, "chat.tool_choice")
     if template_kwargs is not None:
@@ -76,8 +76,8 @@ def _add_message(added: chat_pb2.ChatMessage, message: object, field: str) -> No
             assign(added, key, message[key], called=f"{field}.{key}")
     if calls is not None:
         _check_list(calls, f"{field}.tool_calls", "tool calls")
-        for at, call in enumerate(calls):
-            _add_tool_call(added.tool_calls.add(), call, f"{field}.tool_calls[{at}]")
+        for index, call in enumerate(calls):
+            _add_tool_call(added.tool_calls.add(), call, f"{field}.tool_calls[{index}]")
 
 
 def _role(role: object, field: str) -> chat_pb2.Role:
@@ -92,13 +92,13 @@ def _set_content(added: chat_pb2.ChatMessage, content: object, field: str) -> No
         return
     if not isinstance(content, Sequence):
         raise wrong(field, f"is {_kind(content)}, must be a text or a list of parts of type 'text'")
-    for at, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
         if not isinstance(part, Mapping) or kind != "text":
-            raise wrong(f"{field}[{at}]", f"is of type {kind!r}; the only type of part is 'text'")
+            raise wrong(f"{field}[{index}]", f"is of type {kind!r}; the only type of part is 'text'")
         if not isinstance(part.get("text"), str):
-            raise wrong(f"{field}[{at}].text", f"is {_kind(part.get('text'))}, must be a text")
-        assign(added.parts.add(), "text", part["text"], called=f"{field}[{at}].text")
+            raise wrong(f"{field}[{index}].text", f"is {_kind(part.get('text'))}, must be a text")
+        assign(added.parts.add(), "text", part["text"], called=f"{field}[{index}].text")
 
 
 def _add_tool(added: chat_pb2.Tool, tool: object, field: str) -> None:

@@ -256,13 +256,13 @@ def _put_texts(entries: Any, field: str, given: Sequence[str | Sequence[int]]) -
     """Add texts and lists of token ids to a repeated field. Raises InvalidArgument."""
     if isinstance(given, str):
         raise wrong(field, "is a text, must be a list of texts or of token ids")
-    for at, each in enumerate(given):
+    for index, each in enumerate(given):
         entry = entries.add()
         if isinstance(each, str):
-            assign(entry, "text", each, called=f"{field}[{at}].text")
+            assign(entry, "text", each, called=f"{field}[{index}].text")
         else:
             entry.token_ids.SetInParent()  # the server refuses an empty list; it is not "nothing"
-            assign(entry, "token_ids.ids", each, called=f"{field}[{at}].token_ids.ids")
+            assign(entry, "token_ids.ids", each, called=f"{field}[{index}].token_ids.ids")
 
 
 def _put_options(request: Message, given: Mapping[str, Any], fields: Mapping[str, str]) -> None:

@@ -59,7 +59,7 @@ class DraftModel:
         started, self._is_first = time.perf_counter(), False
         chunks = [Chunk(mirror, mirror.num_computed, missing, True)]
         if missing <= FEW:
-            chunks = [Chunk(mirror, at, 1, True) for at in range(mirror.num_computed, mirror.num_tokens)]
+            chunks = [Chunk(mirror, index, 1, True) for index in range(mirror.num_computed, mirror.num_tokens)]
         while (token := self._compute(*chunks)) >= 0:
             mirror.tokens.append(token)
             if mirror.num_tokens == seq.num_tokens + most:
@@ -93,11 +93,11 @@ class DraftModel:
             mirror = Sequence(seq.id, [], seq.request, replace(seq.params, logprobs=None), seq.token_mask)
         self._mirrors[seq.id] = mirror
         # Drafts that were refused are the only tokens of the mirror that may differ.
-        at = max(0, mirror.num_tokens - FEW)
-        while at < min(mirror.num_tokens, seq.num_tokens) and mirror.tokens[at] == seq.tokens[at]:
-            at += 1
-        mirror.tokens[at:] = seq.tokens[at:]
-        mirror.num_computed = min(mirror.num_computed, at, seq.num_tokens - 1)
+        common = max(0, mirror.num_tokens - FEW)
+        while common < min(mirror.num_tokens, seq.num_tokens) and mirror.tokens[common] == seq.tokens[common]:
+            common += 1
+        mirror.tokens[common:] = seq.tokens[common:]
+        mirror.num_computed = min(mirror.num_computed, common, seq.num_tokens - 1)
         return mirror
 
     def _has_blocks(self, mirror: Sequence, length: int) -> bool:

@@ -84,12 +84,12 @@ class ModelRunner:
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._cache, sources, targets)
-        drafts = {at: chunk.drafts for at, chunk in enumerate(plan.chunks) if chunk.drafts}
+        drafts = {index: chunk.drafts for index, chunk in enumerate(plan.chunks) if chunk.drafts}
         num_recorded = self._num_recorded
         logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
-        sampling = [at for at, chunk in enumerate(plan.chunks) if chunk.samples]
-        by_place = {place: drafts[at] for place, at in enumerate(sampling) if at in drafts} if drafts else None
-        seqs, has_others = [plan.chunks[at].seq for at in sampling], len(sampling) < len(plan.chunks)
+        sampling = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+        by_place = {place: drafts[index] for place, index in enumerate(sampling) if index in drafts} if drafts else None
+        seqs, has_others = [plan.chunks[index].seq for index in sampling], len(sampling) < len(plan.chunks)
         choices = iter(self._sampler.sample(seqs, logits, by_place, has_others=has_others))
 
         tokens = [-1] * len(plan.chunks)
@@ -97,17 +97,19 @@ class ModelRunner:
         faults: dict[int, str] = {}
         more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
         postponed: set[int] = set()
-        for at in sampling:
+        for index in sampling:
             choice = next(choices)
-            tokens[at], logprobs[at] = choice.token, choice.logprobs
+            tokens[index], logprobs[index] = choice.token, choice.logprobs
             if choice.fault is not None:
-                faults[at] = choice.fault
+                faults[index] = choice.fault
             if choice.is_late:
-                postponed.add(at)
-            if at in drafts:
-                more[at] = accepted_run(choice.token, drafts[at], list(itertools.islice(choices, len(drafts[at]))))
-        faults |= {at: NOT_FINITE for at, reading in readings.items() if reading is None}
-        found = {at: reading for at, reading in readings.items() if reading is not None}
+                postponed.add(index)
+            if index in drafts:
+                more[index] = accepted_run(
+                    choice.token, drafts[index], list(itertools.islice(choices, len(drafts[index])))
+                )
+        faults |= {index: NOT_FINITE for index, reading in readings.items() if reading is None}
+        found = {index: reading for index, reading in readings.items() if reading is not None}
         is_first = self._num_recorded > num_recorded
         return Sampled(tokens, logprobs, faults, copied_s, found, more, postponed, is_first)
 
@@ -125,7 +127,7 @@ class ModelRunner:
             hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
             offsets = itertools.accumulate((chunk.length for chunk in chunks[:-1]), initial=0)
             pending = read(self._model, hidden, inputs.token_ids, chunks, offsets)
-            readings = {at: each.result() for at, each in pending.items()}
+            readings = {index: each.result() for index, each in pending.items()}
             return self._model.head(hidden, inputs.logit_rows), readings
         if self._recorded is not None and self._recorded.has_room_for(rows):
             return self._recorded.logits(rows), {}
@@ -152,7 +154,9 @@ def one_row_each(chunks: list[Chunk]) -> list[Chunk]:
             rows.append(chunk)
             continue
         rows.append(Chunk(chunk.seq, chunk.start, 1, True))
-        rows += [Chunk(chunk.seq, at, 1, True, (draft,)) for at, draft in enumerate(chunk.drafts, chunk.start + 1)]
+        rows += [
+            Chunk(chunk.seq, index, 1, True, (draft,)) for index, draft in enumerate(chunk.drafts, chunk.start + 1)
+        ]
     return rows
 
 

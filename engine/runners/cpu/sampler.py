@@ -70,29 +70,33 @@ class Sampler:
         self._rows = {row.seq.id: row for row in rows}
         if drafts:
             rows = [
-                row.after(drafts[at][:count]) if count else row
-                for at, row in enumerate(rows)
-                for count in range(1 + len(drafts.get(at, ())))
+                row.after(drafts[index][:count]) if count else row
+                for index, row in enumerate(rows)
+                for count in range(1 + len(drafts.get(index, ())))
             ]
         if all(row.is_plain for row in rows):  # the usual case
-            draws = self._draws.of([(at, row) for at, row in enumerate(rows) if row.draws])
+            draws = self._draws.of([(index, row) for index, row in enumerate(rows) if row.draws])
             tokens = _list(self._ops.sample(logits, draws))
             return [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
-        asking = [at for at, row in enumerate(rows) if row.seq.params.logprobs is not None]
+        asking = [index for index, row in enumerate(rows) if row.seq.params.logprobs is not None]
         logprobs = logits[asking].float().log_softmax(dim=-1) if asking else None
-        changing = {at for at, row in enumerate(rows) if row.changes_logits}
+        changing = {index for index, row in enumerate(rows) if row.changes_logits}
         tokens = self._chosen_without_masks(rows, logits, changing)
         reading = self._read_masks(rows, tokens, has_others)
-        again = sorted(at for at in changing.union(at for at in reading if rows[at].draws) if rows[at].takes_part)
+        again = sorted(
+            index for index in changing.union(index for index in reading if rows[index].draws) if rows[index].takes_part
+        )
         if len(again) == len(rows):
             tokens = self._sample_changed(rows, logits.float())
         elif again:  # apart, because a copy of all rows in float32 would slow the others down
-            changed = self._sample_changed([rows[at] for at in again], logits[again].float())
-            for at, token in zip(again, changed, strict=True):
-                tokens[at] = token
-        if masked := [at for at in reading if rows[at].takes_part and not rows[at].draws and at not in changing]:
-            for at, token in zip(masked, self._most_likely_allowed(logits, masked, rows), strict=True):
-                tokens[at] = token
+            changed = self._sample_changed([rows[index] for index in again], logits[again].float())
+            for index, token in zip(again, changed, strict=True):
+                tokens[index] = token
+        if masked := [
+            index for index in reading if rows[index].takes_part and not rows[index].draws and index not in changing
+        ]:
+            for index, token in zip(masked, self._most_likely_allowed(logits, masked, rows), strict=True):
+                tokens[index] = token
         choices = [self._choice(row, token) for row, token in zip(rows, tokens, strict=True)]
         if logprobs is not None:
             self._attach(choices, asking, rows, logprobs)
@@ -106,22 +110,24 @@ class Sampler:
         """
         if len(changing) == len(rows):
             return [-1] * len(rows)
-        drawing = [at for at, row in enumerate(rows) if row.draws and row.fault is None and at not in changing]
-        masked = [at for at in drawing if rows[at].takes_mask]
+        drawing = [index for index, row in enumerate(rows) if row.draws and row.fault is None and index not in changing]
+        masked = [index for index in drawing if rows[index].takes_mask]
         if masked and len(masked) == len(drawing):
-            draws = self._masked_draws.of([(at, rows[at]) for at in masked])
+            draws = self._masked_draws.of([(index, rows[index]) for index in masked])
             return _list(self._ops.likeliest_if_drawn(logits, draws))
-        tokens = _list(self._ops.sample(logits, self._draws.of([(at, rows[at]) for at in drawing if at not in masked])))
+        tokens = _list(
+            self._ops.sample(logits, self._draws.of([(index, rows[index]) for index in drawing if index not in masked]))
+        )
         if masked:
-            draws = self._masked_draws.of([(place, rows[at]) for place, at in enumerate(masked)])
-            for at, token in zip(masked, _list(self._ops.likeliest_if_drawn(logits[masked], draws)), strict=True):
-                tokens[at] = token
+            draws = self._masked_draws.of([(place, rows[index]) for place, index in enumerate(masked)])
+            for index, token in zip(masked, _list(self._ops.likeliest_if_drawn(logits[masked], draws)), strict=True):
+                tokens[index] = token
         return tokens
 
     def _sample_changed(self, rows: list[_Row], logits: Tensor) -> list[int]:
         """Chooses tokens after everything that changes the logits of these rows. The logits are overwritten."""
         self._ops.adjust_logits(logits, self._adjustments(rows))
-        draws = self._changed_draws.of([(at, row) for at, row in enumerate(rows) if row.draws])
+        draws = self._changed_draws.of([(index, row) for index, row in enumerate(rows) if row.draws])
         return _list(self._ops.sample(logits, draws))
 
     def _read_masks(self, rows: list[_Row], tokens: list[int], has_others: bool) -> list[int]:
@@ -130,13 +136,13 @@ class Sampler:
         tokens  of rows that only a mask changes: without it. Most of these are allowed, which takes no mask to find out
         """
         runs: dict[int, list[int]] = {}
-        for at, row in enumerate(rows):
+        for index, row in enumerate(rows):
             if row.takes_mask:
                 row.forget_mask()
                 run = runs.setdefault(row.seq.id, [])
-                run.append(at)
+                run.append(index)
         rest = [run[_num_allowed(rows, tokens, run) :] for run in runs.values()]
-        readers = [(rows[run[0]].mask, partial(_read_run, [rows[at] for at in run])) for run in rest if run]
+        readers = [(rows[run[0]].mask, partial(_read_run, [rows[index] for index in run])) for run in rest if run]
         if readers:
             read_masks(readers, has_others=has_others or len(readers) < len({row.seq.id for row in rows}))
         return list(itertools.chain.from_iterable(rest))
@@ -146,7 +152,7 @@ class Sampler:
         return row if row is not None and row.seq is seq else _Row(seq, self._vocab_size)
 
     def _most_likely_allowed(self, logits: Tensor, masked: list[int], rows: list[_Row]) -> list[int]:
-        masks = self._masks([rows[at] for at in masked])
+        masks = self._masks([rows[index] for index in masked])
         return _list(self._ops.most_likely_allowed(logits, _integers(masked), masks))
 
     def _choice(self, row: _Row, token: int) -> Choice:
@@ -161,30 +167,30 @@ class Sampler:
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:
         """Everything that changes the logits of these rows."""
         changes: dict[str, Tensor] = {}
-        if penalised := [(at, row) for at, row in enumerate(rows) if row.seen is not None]:
+        if penalised := [(index, row) for index, row in enumerate(rows) if row.seen is not None]:
             seen = [row.seen.follow(row.drafts) for _, row in penalised if row.seen is not None]
             seen_per_row = [len(ids) for ids, _ in seen]
             changes |= {
-                "seen_rows": _integers(np.repeat([at for at, _ in penalised], seen_per_row)),
+                "seen_rows": _integers(np.repeat([index for index, _ in penalised], seen_per_row)),
                 "seen_ids": _integers(np.concatenate([ids for ids, _ in seen])),
                 "seen_counts": _numbers(np.concatenate([counts for _, counts in seen])),
             }
             for name in _PENALTIES:
                 of_rows = [getattr(row.seq.params, name) for _, row in penalised]
                 changes[name] = _numbers(np.repeat(of_rows, seen_per_row))
-        if biased := [(at, row) for at, row in enumerate(rows) if len(row.bias)]:
+        if biased := [(index, row) for index, row in enumerate(rows) if len(row.bias)]:
             changes |= {
-                "bias_rows": _integers(np.repeat([at for at, _ in biased], [len(row.bias) for _, row in biased])),
+                "bias_rows": _integers(np.repeat([index for index, _ in biased], [len(row.bias) for _, row in biased])),
                 "bias_ids": _integers(np.concatenate([row.bias_ids for _, row in biased])),
                 "bias": _numbers(np.concatenate([row.bias for _, row in biased])),
             }
-        if banned := [(at, row.stop_ids) for at, row in enumerate(rows) if row.bans_stops]:
+        if banned := [(index, row.stop_ids) for index, row in enumerate(rows) if row.bans_stops]:
             changes |= {
-                "banned_rows": _integers(np.repeat([at for at, _ in banned], [len(ids) for _, ids in banned])),
+                "banned_rows": _integers(np.repeat([index for index, _ in banned], [len(ids) for _, ids in banned])),
                 "banned_ids": _integers(np.concatenate([ids for _, ids in banned])),
             }
-        if masked := [at for at, row in enumerate(rows) if row.seq.token_mask is not None]:
-            changes |= {"masked_rows": _integers(masked), "token_masks": self._masks([rows[at] for at in masked])}
+        if masked := [index for index, row in enumerate(rows) if row.seq.token_mask is not None]:
+            changes |= {"masked_rows": _integers(masked), "token_masks": self._masks([rows[index] for index in masked])}
         return replace(self._no_adjustments, **changes)
 
     def _masks(self, rows: list[_Row]) -> Tensor:
@@ -192,14 +198,14 @@ class Sampler:
 
     def _attach(self, choices: list[Choice], asking: list[int], rows: list[_Row], logprobs: Tensor) -> None:
         """Puts their log-probabilities into the choices of the rows that ask for them."""
-        most = min(max(rows[at].seq.params.logprobs or 0 for at in asking), self._vocab_size)
+        most = min(max(rows[index].seq.params.logprobs or 0 for index in asking), self._vocab_size)
         best, best_ids = logprobs.topk(most, dim=-1)
-        chosen_ids = _integers([max(choices[at].token, 0) for at in asking])
+        chosen_ids = _integers([max(choices[index].token, 0) for index in asking])
         chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
-        for at, one, ids, top in zip(asking, chosen, best_ids.tolist(), best.tolist(), strict=True):
-            if choices[at].token >= 0:
-                count = rows[at].seq.params.logprobs
-                choices[at] = Choice(choices[at].token, TokenLogprobs(one, ids[:count], top[:count]))
+        for index, one, ids, top in zip(asking, chosen, best_ids.tolist(), best.tolist(), strict=True):
+            if choices[index].token >= 0:
+                count = rows[index].seq.params.logprobs
+                choices[index] = Choice(choices[index].token, TokenLogprobs(one, ids[:count], top[:count]))
 
 
 class _KeptDraws:
@@ -215,7 +221,7 @@ class _KeptDraws:
             params = [row.seq.params for _, row in drawing]
             self._drawing = drawing
             self._draws = Draws(
-                rows=_integers([at for at, _ in drawing]),
+                rows=_integers([index for index, _ in drawing]),
                 seed=_integers(signed_seeds(params)),
                 positions=_integers([0] * len(drawing)),
                 **{each.name: _column(each, params) for each in _DRAW_PARAMETERS},
@@ -341,20 +347,20 @@ def _num_allowed(rows: list[_Row], tokens: list[int], run: list[int]) -> int:
 
     Once a token differs from the draft in its place, no later row is read.
     """
-    for count, at in enumerate(run):
-        row = rows[at]
-        if row.changes_logits or tokens[at] < 0 or not row.mask.surely_allows(row.tokens, tokens[at]):
+    for count, index in enumerate(run):
+        row = rows[index]
+        if row.changes_logits or tokens[index] < 0 or not row.mask.surely_allows(row.tokens, tokens[index]):
             return count
-        if count + 1 < len(run) and tokens[at] != rows[run[count + 1]].drafts[-1]:
+        if count + 1 < len(run) and tokens[index] != rows[run[count + 1]].drafts[-1]:
             break
     return len(run)
 
 
 def _read_run(rows: list[_Row], timeout_s: float) -> bool:
     """Read the masks of a sequence, which follow each other, up to the first that is late."""
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not row.read_mask(timeout_s):
-            for later in rows[at:]:
+            for later in rows[index:]:
                 later.is_late = True
             return False
     return True
@@ -378,9 +384,9 @@ class _SeenTokens:
         The arrays are views that are valid until the next token.
         """
         for position in range(self._num_followed, self.seq.num_tokens):
-            at = self._place(self.seq.tokens[position])
+            index = self._place(self.seq.tokens[position])
             if position >= self.seq.request.prompt_len:
-                self._counts[at] += 1
+                self._counts[index] += 1
         self._num_followed = self.seq.num_tokens
         num_distinct = len(self._index)
         ids, counts = self._ids[:num_distinct], self._counts[:num_distinct]
@@ -394,11 +400,11 @@ class _SeenTokens:
         return np.append(ids, np.fromiter(new, dtype=np.int64)), counts[: num_distinct + len(new)]
 
     def _place(self, token: int) -> int:
-        at = self._index.get(token)
-        if at is None:
-            at = self._index[token] = len(self._index)
-            if at == len(self._ids):
+        index = self._index.get(token)
+        if index is None:
+            index = self._index[token] = len(self._index)
+            if index == len(self._ids):
                 self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
                 self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
-            self._ids[at], self._counts[at] = token, 0
-        return at
+            self._ids[index], self._counts[index] = token, 0
+        return index

@@ -44,24 +44,24 @@ class DeviceStep:
         logprobs: list[TokenLogprobs | None] = [None] * self.num_chunks
         faults = dict(self.faults)
         more: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
-        for at, (chunk, entry) in self.places.items():
-            if at in faults:
+        for index, (chunk, entry) in self.places.items():
+            if index in faults:
                 continue
-            tokens[at] = chosen[entry]
-            if tokens[at] < 0:
-                faults[at] = _BROKEN
+            tokens[index] = chosen[entry]
+            if tokens[index] < 0:
+                faults[index] = _BROKEN
             elif (count := chunk.seq.params.logprobs) is not None:
-                logprobs[at] = self._logprobs(entry, count)
+                logprobs[index] = self._logprobs(entry, count)
             if chunk.drafts:
-                drafts = chunk.drafts[: self.num_choices.get(at, chunk.length) - 1]
-                more[at] = self._accepted_run(chunk, drafts, entry, chosen)
+                drafts = chunk.drafts[: self.num_choices.get(index, chunk.length) - 1]
+                more[index] = self._accepted_run(chunk, drafts, entry, chosen)
         readings: dict[int, Reading] = {}
-        for at, pending in self.readings.items():
+        for index, pending in self.readings.items():
             if (reading := pending.result()) is None:
-                faults[at] = NOT_FINITE
+                faults[index] = NOT_FINITE
             else:
-                readings[at] = reading
-        postponed = {at for at, count in self.num_choices.items() if not count}
+                readings[index] = reading
+        postponed = {index for index, count in self.num_choices.items() if not count}
         return Sampled(tokens, logprobs, faults, self.copied_s(), readings, more, postponed)
 
     def _accepted_run(

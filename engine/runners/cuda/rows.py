@@ -87,7 +87,7 @@ class DeviceRows:
         grown: list[tuple[int, int]] = []
         width = self.block_table.shape[1]
         numbers = []
-        for at, (chunk, entry) in enumerate(zip(chunks, entries, strict=True)):
+        for index, (chunk, entry) in enumerate(zip(chunks, entries, strict=True)):
             blocks = chunk.seq.blocks
             row = self._rows.get(id(blocks))
             if row is None:
@@ -107,7 +107,7 @@ class DeviceRows:
                 if chunk.drafts:
                     first = len(self.sampling.numbers) + entry + 1
                     places += range(first, first + len(chunk.drafts))
-                masked[at] = _ChunkMasks(mask, row.seq.tokens, chunk.drafts, places)
+                masked[index] = _ChunkMasks(mask, row.seq.tokens, chunk.drafts, places)
             if row.num_counted is not None:
                 if row.num_counted < len(row.seq.tokens):
                     uncounted.append((row.number, row.seq.tokens[row.num_counted :]))
@@ -118,15 +118,15 @@ class DeviceRows:
         self._parameters.write([(row.number, row.seq) for row in new])
         self._parameters.count(uncounted)
         self.num_choices = self._read_masks(masked, has_others=len(chunks) > len(masked))
-        for at, count in self.num_choices.items():
-            if not count and (row := self._rows[id(chunks[at].seq.blocks)]).num_counted is not None:
+        for index, count in self.num_choices.items():
+            if not count and (row := self._rows[id(chunks[index].seq.blocks)]).num_counted is not None:
                 row.num_counted = len(row.seq.tokens)
         return numbers
 
     def faults(self, places: Mapping[int, tuple[Chunk, int]]) -> dict[int, str]:
         """Return which of these chunks' sequences cannot be sampled, and why. All must have rows."""
-        rows = ((at, self._rows[id(chunk.seq.blocks)]) for at, (chunk, _) in places.items())
-        return {at: row.fault for at, row in rows if row.fault is not None}
+        rows = ((index, self._rows[id(chunk.seq.blocks)]) for index, (chunk, _) in places.items())
+        return {index: row.fault for index, row in rows if row.fault is not None}
 
     def _read_masks(self, masked: dict[int, _ChunkMasks], has_others: bool) -> dict[int, int]:
         """Send the masks that are there in time; return `num_choices`."""
@@ -136,7 +136,7 @@ class DeviceRows:
         chunks = list(masked.values())
         read_masks([(each.mask, partial(each.read, num_words)) for each in chunks], has_others=has_others)
         self._parameters.write_masks([pair for each in chunks for pair in zip(each.rows, each.words, strict=False)])
-        return {at: len(each.words) for at, each in masked.items() if len(each.words) < len(each.rows)}
+        return {index: len(each.words) for index, each in masked.items() if len(each.words) < len(each.rows)}
 
     def forget(self) -> None:
         """Take back every row. Sequences then get new rows, made from the tokens that the host knows."""
@@ -158,7 +158,7 @@ class DeviceRows:
         for start in range(0, len(grown), _BLOCKS_SENT):
             part = grown[start : start + _BLOCKS_SENT]
             arrays = self._blocks.fill()
-            arrays["at"][: len(part)] = [at for at, _ in part]
+            arrays["at"][: len(part)] = [index for index, _ in part]
             arrays["block"][: len(part)] = [block for _, block in part]
             self._blocks.send()
             sent: dict[str, Tensor] = {name: field[: len(part)] for name, field in self._blocks.device.items()}
@@ -245,7 +245,7 @@ class _RowParameters:
         """Count tokens that no step has counted on the device, by row: those of drafts, and forced ones."""
         vocab_size = self._sampling.counts.shape[1]
         times = Counter(row * vocab_size + token for row, tokens in uncounted for token in tokens)
-        self._send_counts(times, lambda at, counts: self._sampling.counts.view(-1).index_add_(0, at, counts))
+        self._send_counts(times, lambda index, counts: self._sampling.counts.view(-1).index_add_(0, index, counts))
 
     def write_masks(self, masks: list[tuple[int, np.ndarray]]) -> None:
         """Write masks, [words] int32 each, by their row."""
@@ -262,13 +262,13 @@ class _RowParameters:
         arrays, count = self._rows.fill(), len(new)
         arrays["row"][:count] = [row for row, _ in new]
         numbers, integers, stops = (arrays[name].reshape(_ROWS_SENT, -1) for name in _SENT_BY_ROW)
-        for at, (_, seq) in enumerate(new):
+        for index, (_, seq) in enumerate(new):
             params = seq.params if self.fault(seq) is None else SamplingParams()
             values = _single_values(params, seq)
-            numbers[at] = [values[name] for name in NUMBERS]
-            integers[at] = [values[name] for name in INTEGERS]
+            numbers[index] = [values[name] for name in NUMBERS]
+            integers[index] = [values[name] for name in INTEGERS]
             if params.min_tokens:
-                stops[at, : len(params.stop_token_ids)] = sorted(params.stop_token_ids)
+                stops[index, : len(params.stop_token_ids)] = sorted(params.stop_token_ids)
         self._rows.send()
         sent = self._rows.device
         for name in _SENT_BY_ROW:

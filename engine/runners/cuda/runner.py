@@ -100,14 +100,18 @@ class DeviceRunner:
         entries, tokens = places_of(plan.chunks, shape.decodes)
         rows = self._rows.place(plan.chunks, entries)
         num_choices = self._rows.num_choices
-        late = {at for at, count in num_choices.items() if not count}
+        late = {index for index, count in num_choices.items() if not count}
         self._inputs.send(plan.chunks, rows, shape, late)
         readings: dict[int, PendingReading] = {}
         if reads:
             readings = self._compute_and_read(shape, plan.chunks, tokens)
         else:
             self._graphs.launch(shape)
-        places = {at: (chunk, entries[at]) for at, chunk in enumerate(plan.chunks) if chunk.samples and at not in late}
+        places = {
+            index: (chunk, entries[index])
+            for index, chunk in enumerate(plan.chunks)
+            if chunk.samples and index not in late
+        }
         faults = self._rows.faults(places)
         return self._outcomes.read(len(plan.chunks), places, faults, copied_s, readings, num_choices)
 

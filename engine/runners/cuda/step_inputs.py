@@ -65,33 +65,33 @@ class PackedInputs:
         shape   the step's layout; if it has room for more chunks than there are, then for more tokens, too
         """
         arrays = self._staging.fill()
-        decodes = [at for at, chunk in enumerate(chunks) if chunk.length == 1 and chunk.samples]
+        decodes = [index for index, chunk in enumerate(chunks) if chunk.length == 1 and chunk.samples]
         others = sorted({*range(len(chunks))}.difference(decodes)) if len(decodes) < len(chunks) else []
-        self._fill_decodes(arrays, [chunks[at] for at in decodes], [rows[at] for at in decodes])
+        self._fill_decodes(arrays, [chunks[index] for index in decodes], [rows[index] for index in decodes])
         if late:
-            arrays["sampled_rows"][: len(decodes)] = [-1 if at in late else rows[at] for at in decodes]
+            arrays["sampled_rows"][: len(decodes)] = [-1 if index in late else rows[index] for index in decodes]
         end = len(decodes)
-        for at in others:
-            if (chunk := chunks[at]).drafts:
+        for index in others:
+            if (chunk := chunks[index]).drafts:
                 drafted = slice(end, end := end + chunk.length)
                 self._fill_tokens(arrays, chunk, drafted)
                 arrays["context_len"][drafted] = arrays["positions"][drafted] + 1
-                arrays["rows"][drafted] = rows[at]
-                arrays["sampled_rows"][drafted] = -1 if at in late else rows[at]
+                arrays["rows"][drafted] = rows[index]
+                arrays["sampled_rows"][drafted] = -1 if index in late else rows[index]
                 arrays["ranks"][drafted] = np.arange(1, chunk.length + 1)
         _pad(arrays, slice(end, shape.decodes), slice(end, shape.decodes))
 
         ends = arrays["query_start"][1 : shape.num_seqs + 1]
         ends[: shape.decodes] = np.arange(1, shape.decodes + 1)
         end = used = shape.decodes
-        for at in others:
-            if (chunk := chunks[at]).drafts:
+        for index in others:
+            if (chunk := chunks[index]).drafts:
                 continue
             start, end = end, end + chunk.length
             ends[used] = end
             self._fill_tokens(arrays, chunk, slice(start, end))
-            arrays["context_len"][used], arrays["rows"][used] = chunk.end, rows[at]
-            arrays["sampled_rows"][used] = rows[at] if chunk.samples and at not in late else -1
+            arrays["context_len"][used], arrays["rows"][used] = chunk.end, rows[index]
+            arrays["sampled_rows"][used] = rows[index] if chunk.samples and index not in late else -1
             arrays["ranks"][used] = 0
             used += 1
         _pad(arrays, slice(end, shape.num_tokens), slice(used, shape.num_seqs))
