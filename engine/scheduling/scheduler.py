@@ -6,7 +6,7 @@ decodes come first and prefill chunks fill the rest of the token budget (Sarathi
 prompt stalls no stream. When blocks run out, a sequence gives up its own and is computed again later.
 
 Other files decide which sequence is next in line (policies.py), how a step's tokens are shared (pacing.py), which
-sequence is preempted (victims.py), which can no longer meet its deadline (deadlines.py), and which blocks a sequence
+sequence is preempted (victims.py), which can no longer meet its deadline (expiry.py), and which blocks a sequence
 gets (engine/kv/block_tables.py). The clock is an argument, so tests run in simulated time.
 
 A step may be scheduled before the previous one is committed. It then counts on that step's tokens without knowing them.
