@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...checkpoints.folder import read_json_object
 from ...checkpoints.grouped_weights import QUANTIZATION_CONFIG
@@ -84,6 +84,19 @@ class ConfigFile:
             raise ConfigError(f"config.json: {name} must be finite, not {shown(value)}")
         return float(value)
 
+    def positive(self, name: str, default: float) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise ConfigError(f"config.json: {name} must be above 0, not {shown(value)}")
+        return value
+
+    def flags(self, name: str) -> list[bool]:
+        """A list of true and false, or of 1 and 0; empty if the file does not say."""
+        value = self._fields.get(name) or []
+        if not isinstance(value, list) or not all(item in (0, 1) for item in value):
+            raise ConfigError(f"config.json: {name} must be a list of 0 and 1, not {shown(value)}")
+        return [bool(item) for item in value]
+
     def names(self, name: str) -> list[str]:
         value = self._fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -102,24 +115,75 @@ class ConfigFile:
             )
         return found is not None
 
-    def rope(self) -> RopeConfig:
-        """Read from `rope_parameters`, or from `rope_theta` and `rope_scaling` as older files have them."""
+    def rope(self, share: float = 1.0, kind: str = "") -> RopeConfig:
+        """Read from `rope_parameters`, or from `rope_theta` and `rope_scaling` as older files have them.
+
+        share  of a head that is rotated, if the file does not say
+        kind   of layers, for a family whose `rope_parameters` may have an object for each kind
+        """
         theta = self.number("rope_theta", DEFAULT_ROPE_THETA)
         parameters = self._fields.get("rope_parameters") or self._fields.get("rope_scaling") or {}
+        if isinstance(parameters, dict) and kind in parameters:
+            parameters = parameters[kind]
         if not isinstance(parameters, dict):
             raise ConfigError(f"config.json: the RoPE parameters must be an object, not {shown(parameters)}")
-        return RopeConfig.parse(parameters, theta, self.size("max_position_embeddings"))
+        share = self.number("partial_rotary_factor", parameters.get("partial_rotary_factor", share))
+        if not 0 <= share <= 1:
+            raise ConfigError(f"config.json: partial_rotary_factor must be from 0 to 1, not {shown(share)}")
+        return replace(RopeConfig.parse(parameters, theta, self.size("max_position_embeddings")), share=share)
+
+    def has_rope_of(self, kind: str) -> bool:
+        """Whether the file has a rotation for this kind of layers alone."""
+        parameters = self._fields.get("rope_parameters")
+        return isinstance(parameters, dict) and kind in parameters
+
+    def windows(
+        self, num_layers: int, window: int | None, otherwise: tuple[int | None, ...] | None = None
+    ) -> tuple[int | None, ...]:
+        """The window of each layer by `layer_types`; `otherwise`, or for all layers, if the file has none."""
+        kinds = {"full_attention": None, "sliding_attention": window}
+        layer_types = self.names("layer_types")
+        if not layer_types:
+            return (window,) * num_layers if otherwise is None else otherwise
+        if len(layer_types) != num_layers or not set(layer_types) <= set(kinds):
+            raise ConfigError(
+                f"config.json: layer_types must name {' or '.join(kinds)} for each of {num_layers} layers"
+            )
+        return tuple(kinds[kind] for kind in layer_types)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """The names of a layer's norms before and behind its attention and its feed-forward layer; "": there is none."""
+
+    attention_before: str = ""
+    attention_behind: str = ""
+    mlp_before: str = ""
+    mlp_behind: str = ""
+
+
+PRE_NORMS = LayerNorms(attention_before="input_layernorm", mlp_before="post_attention_layernorm")
+POST_NORMS = LayerNorms(attention_behind="post_attention_layernorm", mlp_behind="post_feedforward_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The settings that families share. A family that has more of them puts them in a subclass.
+    """What a dense decoder computes, told by data: a family is a function that reads it from config.json.
 
     family                   the name of the family, as in `model_type`
     ffn_size                 width of a dense feed-forward layer
     max_position_embeddings  positions that the model was trained for, RoPE scaling included
     windows                  for each layer, how many tokens a query sees at most, its own included; None: all
+    rotations                for each layer, how it rotates queries and keys
+    is_interleaved           the checkpoint rotates dimension 2i with 2i + 1
     qkv_bias, output_bias    whether the attention's projections have biases
+    head_norms               queries and keys are normalised before they are rotated: each head, or all heads at once
+    fused_qkv                the name of the projection that the checkpoint has for queries, keys and values; "": three
+    fused_gate_up            likewise for gate and up
+    score_scale              what scores are multiplied by; None: 1 / √head_dim
+    embedding_scale          what an embedding is multiplied by
+    residual_scale           what is added to the stream is multiplied by it
+    logit_scale              what logits are multiplied by
     has_int4_weights         whether the checkpoint holds some weights in 4 bits
     """
 
@@ -133,12 +197,21 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    rotations: tuple[RopeConfig, ...]
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    norms: LayerNorms = PRE_NORMS
+    head_norms: Literal["", "each", "all"] = ""
+    is_interleaved: bool = False
+    fused_qkv: str = ""
+    fused_gate_up: str = ""
+    score_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     has_int4_weights: bool = False
 
     @property
@@ -151,20 +224,25 @@ class ModelConfig:
 
     @staticmethod
     def read(
-        file: ConfigFile, family: str, head_dim: int | None = None, rms_norm_eps: float = DEFAULT_RMS_NORM_EPS
+        file: ConfigFile,
+        family: str,
+        head_dim: int | None = None,
+        rms_norm_eps: float = DEFAULT_RMS_NORM_EPS,
+        rotary_share: float = 1.0,
+        layer_kind: str = "",
+        is_tied: bool = False,
     ) -> ModelConfig:
         """Reads the fields that all families share, for a model without biases and windows.
 
-        head_dim, rms_norm_eps  what the family assumes if config.json does not say; without head_dim, a head has its
-                                share of the hidden size
+        head_dim, rms_norm_eps, rotary_share, is_tied  what the family assumes if config.json does not say; without
+                                                       head_dim, a head has its share of the hidden size
+        layer_kind                                     whose rotation all layers get
 
         Raises ConfigError for what no family here supports.
         """
         activation = file.text("hidden_act", "silu")
         if activation != "silu":
             raise ConfigError(f"config.json: hidden_act {shown(activation)} is not supported; only 'silu' is")
-        if file.number("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
         num_layers, hidden_size = file.size("num_hidden_layers"), file.size("hidden_size")
         num_heads = file.size("num_attention_heads")
         num_kv_heads = file.size("num_key_value_heads", num_heads)
@@ -177,7 +255,7 @@ class ModelConfig:
         head_dim = file.size("head_dim", head_dim or hidden_size // num_heads)
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim must be even, as RoPE turns pairs; it is {head_dim}")
-        rope = file.rope()
+        rope = file.rope(rotary_share, layer_kind)
         rope.check(head_dim)
         max_position_embeddings = max(file.size("max_position_embeddings"), rope.extended_positions)
         if max_position_embeddings > MAX_SIZES["max_position_embeddings"]:
@@ -196,8 +274,8 @@ class ModelConfig:
             vocab_size=file.size("vocab_size"),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=rms_norm_eps,
-            rope=rope,
-            tie_word_embeddings=file.flag("tie_word_embeddings", False),
+            rotations=(rope,) * num_layers,
+            tie_word_embeddings=file.flag("tie_word_embeddings", is_tied),
             windows=(None,) * num_layers,
             has_int4_weights=file.has_int4_weights(),
         )

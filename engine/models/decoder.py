@@ -1,18 +1,18 @@
-"""The parts that every family shares: a decoder's frame, its residual stream, attention and the feed-forward layer."""
+"""A dense decoder, told by data: its frame, its residual stream, its layers, and what is folded into their weights."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ...kernels import GATED, AttentionPlan, Backend, HeadNorms, PagedKV
-from .config import ConfigFile, ModelConfig
-from .rope import Rope
-from .weights import Weights
+from .config import ModelConfig
+from .rope import Rope, RopeConfig, rotary_order
+from .weights import Rows, Weights
 
 EMBEDDING = "model.embed_tokens"
 
@@ -34,27 +34,46 @@ class StepInputs:
     attention: Mapping[int | None, AttentionPlan]
 
 
-class Embedded(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines, each [num_tokens, head_dim / 2] float32, of the tokens' positions; or tables of all."""
+
+    cosines: Tensor
+    sines: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
     """The tensors that the layers start from.
 
-    tokens          [num_tokens, hidden]
-    cosines, sines  [num_tokens, head_dim / 2] float32, of the tokens' positions; or tables of all positions
+    tokens     [num_tokens, hidden]
+    rotations  one for each of the model's ways to rotate
     """
 
     tokens: Tensor
-    cosines: Tensor
-    sines: Tensor
+    rotations: tuple[Rotation, ...]
+
+    def first(self, count: int) -> Embedded:
+        """Those of the first tokens, which share memory with these."""
+        rotations = tuple(Rotation(each.cosines[:count], each.sines[:count]) for each in self.rotations)
+        return Embedded(self.tokens[:count], rotations)
+
+    def copy_(self, other: Embedded) -> None:
+        """Take over what another one of as many tokens holds."""
+        self.tokens.copy_(other.tokens)
+        for ours, theirs in zip(self.rotations, other.rotations, strict=True):
+            ours.cosines.copy_(theirs.cosines)
+            ours.sines.copy_(theirs.sines)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
     """What each layer of a step is given. The fields are those of `Embedded` and `StepInputs`.
 
-    positions  None unless cosines and sines are tables
+    positions  None unless the rotations are tables
     """
 
-    cosines: Tensor
-    sines: Tensor
+    rotations: tuple[Rotation, ...]
     positions: Tensor | None
     slots: Tensor
     attention: Mapping[int | None, AttentionPlan]
@@ -63,7 +82,7 @@ class LayerInputs:
 class ResidualStream:
     """The sum that every layer reads from and adds to. A layer decides where its norms are by what it calls.
 
-    The last addition waits, because `read_normalised` adds and normalises in one pass over memory.
+    The last addition waits, because a norm adds and normalises in one pass over memory.
 
     total  [num_tokens, hidden], changed in place
     """
@@ -72,13 +91,14 @@ class ResidualStream:
         self._total, self._eps, self._ops = total, eps, ops
         self._waiting: Tensor | None = None
 
-    def read(self) -> Tensor:
-        """The stream as it is, to be read before the next `add`."""
-        self._add_waiting()
-        return self._total
+    def read(self, norm: Tensor | None = None) -> Tensor:
+        """The stream normalised by a weight [hidden]: a new tensor, in the weight's dtype.
 
-    def read_normalised(self, norm: Tensor) -> Tensor:
-        """A new tensor: the stream normalised by a weight [hidden], and in the weight's dtype."""
+        Without a norm it is the stream itself, to be read before the next `add`.
+        """
+        if norm is None:
+            self._add_waiting()
+            return self._total
         if self._waiting is None:
             return self._ops.rms_norm(self._total, norm, self._eps)
         waiting, self._waiting = self._waiting, None
@@ -98,87 +118,138 @@ class ResidualStream:
 class Attention:
     """Rotary attention over the paged cache, with one product for queries, keys and values.
 
-    prefix  the name of the attention in the checkpoint, as in model.layers.0.self_attn
-    window  how many tokens a query sees at most, its own included; None: all
-    norms   of queries and keys; None: there are none
+    name      of the attention in the checkpoint, as in model.layers.0.self_attn
+    window    how many tokens a query sees at most, its own included; None: all
+    rope      how the checkpoint rotates its heads
+    rotation  which of the step's rotations that is
     """
 
     def __init__(
-        self, weights: Weights, prefix: str, config: ModelConfig, window: int | None, norms: HeadNorms | None = None
+        self, weights: Weights, name: str, config: ModelConfig, window: int | None, rope: RopeConfig, rotation: int
     ) -> None:
-        self._ops, self._head_dim, self._window, self._norms = weights.ops, config.head_dim, window, norms
-        hidden, query, kv = config.hidden_size, config.query_size, config.kv_size
-        rows = {f"{prefix}.q_proj": query, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        self._ops, self._head_dim, self._window, self._rotation = weights.ops, config.head_dim, window, rotation
+        order = rotary_order(config.head_dim, rope.rotary_dim(config.head_dim), config.is_interleaved)
+        # Kernels divide scores by √head_dim: another scale is folded into what makes the queries.
+        scale = 1.0 if config.score_scale is None else config.score_scale * math.sqrt(config.head_dim)
+        self._norms = _head_norms(weights, name, config, order, scale) if config.head_norms else None
+        hidden, query = config.hidden_size, config.query_size
+        rows = _query_key_value(name, config, order, 1.0 if config.head_norms else scale)
         self._qkv = weights.linear(rows, hidden, config.qkv_bias)
-        self._output = weights.linear({f"{prefix}.o_proj": hidden}, query, config.output_bias)
+        output = Rows(f"{name}.o_proj", hidden, factor=config.residual_scale)
+        self._output = weights.linear([output], query, config.output_bias)
 
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
-        qkv = self._qkv(x).view(len(x), -1, self._head_dim)
-        q = self._ops.rope_and_store_kv(qkv, step.cosines, step.sines, step.slots, kv, self._norms, step.positions)
+        qkv, turn = self._qkv(x).view(len(x), -1, self._head_dim), step.rotations[self._rotation]
+        q = self._ops.rope_and_store_kv(qkv, turn.cosines, turn.sines, step.slots, kv, self._norms, step.positions)
         return self._output(self._ops.paged_attention(q, kv, step.attention[self._window]).flatten(1))
+
+
+def _query_key_value(name: str, config: ModelConfig, order: Tensor | None, scale: float) -> list[Rows]:
+    """The rows of the product, in the order that the kernels rotate, and queries multiplied by `scale`."""
+    query = Rows(f"{name}.q_proj", config.query_size, _of_heads(order, config.num_heads), scale)
+    key = Rows(f"{name}.k_proj", config.kv_size, _of_heads(order, config.num_kv_heads))
+    if not config.fused_qkv:
+        return [query, key, Rows(f"{name}.v_proj", config.kv_size)]
+    size = config.query_size + 2 * config.kv_size
+    whole = torch.arange(size)
+    if query.order is not None and key.order is not None:
+        whole[: len(query.order)] = query.order
+        whole[len(query.order) : -config.kv_size] = key.order + len(query.order)
+    factor = torch.ones(size)
+    factor[: config.query_size] = scale
+    is_same = order is None and scale == 1
+    return [
+        Rows(f"{name}.{config.fused_qkv}", size) if is_same else Rows(f"{name}.{config.fused_qkv}", size, whole, factor)
+    ]
+
+
+def _head_norms(weights: Weights, name: str, config: ModelConfig, order: Tensor | None, scale: float) -> HeadNorms:
+    is_each = config.head_norms == "each"
+    query, key = (
+        weights.norm(Rows(f"{name}.{kind}_norm", heads * config.head_dim, _of_heads(order, heads), factor))
+        for kind, heads, factor in (
+            ("q", 1 if is_each else config.num_heads, scale),
+            ("k", 1 if is_each else config.num_kv_heads, 1.0),
+        )
+    )
+    return HeadNorms(query, key, config.rms_norm_eps)
+
+
+def _of_heads(order: Tensor | None, num_heads: int) -> Tensor | None:
+    """An order of the dimensions of one head, for so many."""
+    return None if order is None else (torch.arange(num_heads)[:, None] * len(order) + order).flatten()
 
 
 class GatedMLP:
     """down(silu(gate(x)) · up(x)), with one product for gate and up (SwiGLU; Shazeer, 2020).
 
-    prefix  the name of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
+    name  of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
     """
 
-    def __init__(self, weights: Weights, prefix: str, config: ModelConfig) -> None:
+    def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
         hidden, ffn = config.hidden_size, config.ffn_size
-        self._gate_up = weights.linear({f"{prefix}.gate_proj": ffn, f"{prefix}.up_proj": ffn}, hidden, config.mlp_bias)
-        self._down = weights.linear({f"{prefix}.down_proj": hidden}, ffn, config.mlp_bias, GATED)
+        apart = [Rows(f"{name}.gate_proj", ffn), Rows(f"{name}.up_proj", ffn)]
+        gate_up = [Rows(f"{name}.{config.fused_gate_up}", 2 * ffn)] if config.fused_gate_up else apart
+        self._gate_up = weights.linear(gate_up, hidden, config.mlp_bias)
+        down = Rows(f"{name}.down_proj", hidden, factor=config.residual_scale)
+        self._down = weights.linear([down], ffn, config.mlp_bias, GATED)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
         return self._down(self._gate_up(x))
 
 
-class Layer(Protocol):
-    """A decoder layer: reads the stream, adds to it, and stores keys and values in its own pages."""
+class Layer:
+    """Attention and feed-forward layer: reads the stream, adds to it, and stores keys and values in its own pages."""
 
-    def __call__(self, stream: ResidualStream, step: LayerInputs, kv: PagedKV) -> None: ...
+    def __init__(self, weights: Weights, number: int, config: ModelConfig, rotation: int) -> None:
+        name = f"model.layers.{number}"
+
+        def norm(norm_name: str) -> Tensor | None:
+            return weights.norm(Rows(f"{name}.{norm_name}", config.hidden_size)) if norm_name else None
+
+        window, rope = config.windows[number], config.rotations[number]
+        self._attention = Attention(weights, f"{name}.self_attn", config, window, rope, rotation)
+        self._mlp = GatedMLP(weights, f"{name}.mlp", config)
+        self._before_attention, self._behind_attention = (
+            norm(config.norms.attention_before),
+            norm(config.norms.attention_behind),
+        )
+        self._before_mlp, self._behind_mlp = norm(config.norms.mlp_before), norm(config.norms.mlp_behind)
+
+    def __call__(self, stream: ResidualStream, step: LayerInputs, kv: PagedKV) -> None:
+        stream.add(self._attention(stream.read(self._before_attention), step, kv), self._behind_attention)
+        stream.add(self._mlp(stream.read(self._before_mlp)), self._behind_mlp)
 
 
-class Decoder(ABC):
-    """A family: embedding, layers, final norm and head. A subclass says what config.json means and makes the layers.
-
-    architecture  the family's name in `architectures` of config.json
-    model_type    its name in `model_type`
-    """
-
-    architecture: ClassVar[str]
-    model_type: ClassVar[str]
+class Decoder:
+    """Embedding, layers, final norm and head."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        ops = weights.ops
+        ops, hidden = weights.ops, config.hidden_size
         self.config = config
         self._ops, self._dtype = ops, weights.dtype
-        shape = config.vocab_size, config.hidden_size
-        table = weights.whole(EMBEDDING, *shape)
-        self._rope = Rope(config.rope, config.head_dim, table.device)
-        self._head = weights.head("lm_head", *shape, tied_to=table if config.tie_word_embeddings else None)
-        self._embedding = ops.embedding(table, self._head if config.tie_word_embeddings else None)
+        # Logits are scaled by the head. Where that is the embedding too, an embedding makes up for it.
+        is_tied, scale = config.tie_word_embeddings, config.logit_scale
+        table = weights.whole(Rows(EMBEDDING, config.vocab_size, factor=scale if is_tied else 1.0), hidden)
+        self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
+        head = Rows("lm_head", config.vocab_size, factor=scale)
+        self._head = weights.head(head, hidden, tied_to=table if is_tied else None)
+        self._embedding = ops.embedding(table, self._head if is_tied else None)
+        kinds = list(dict.fromkeys(config.rotations))
+        self._ropes = [Rope(kind, config.head_dim, table.device) for kind in kinds]
         del table  # where the backend has packed the table, there is no need for both
         self._layers = [
-            self.make_layer(weights, f"model.layers.{number}", window) for number, window in enumerate(config.windows)
+            Layer(weights, number, config, kinds.index(kind)) for number, kind in enumerate(config.rotations)
         ]
-        self._final_norm = weights.norm("model.norm", config.hidden_size)
+        self._final_norm = weights.norm(Rows("model.norm", hidden))
         self.weight_bytes = weights.num_bytes
-
-    @classmethod
-    @abstractmethod
-    def configure(cls, file: ConfigFile) -> ModelConfig:
-        """Reads config.json. Raises ConfigError for whatever this family does not support."""
-
-    @abstractmethod
-    def make_layer(self, weights: Weights, prefix: str, window: int | None) -> Layer:
-        """Loads one layer, whose weights have names that begin with `prefix`."""
 
     def tabulate_rotations(self, num_positions: int) -> None:
         """Compute the cosines and sines of all positions, which steps look up. Else each step computes its own."""
-        self._rope.tabulate(num_positions)
+        for rope in self._ropes:
+            rope.tabulate(num_positions)
 
     def forward(self, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """Logits [num_logits, vocab], in the weights' dtype or float32. Fills `cache`, the pages of each layer."""
@@ -186,8 +257,12 @@ class Decoder(ABC):
 
     def embed(self, inputs: StepInputs) -> Embedded:
         """The part of `forward` that is never recorded, so it may call torch."""
-        cosines, sines = self._rope.rotations(inputs.positions)
-        return Embedded(self._embedding(inputs.token_ids), cosines, sines)
+        tokens = self._embedding(inputs.token_ids)
+        if self._embedding_scale != 1:
+            tokens = tokens * self._embedding_scale
+        if not self.config.norms.attention_before:  # products read the stream as it is
+            tokens = tokens.to(self._dtype)
+        return Embedded(tokens, tuple(Rotation(*rope.rotations(inputs.positions)) for rope in self._ropes))
 
     def logits(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """The rest of `forward`. Calls ops of the backend only, if all rows are wanted. Changes `embedded.tokens`."""
@@ -196,11 +271,11 @@ class Decoder(ABC):
     def hidden_states(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """[num_tokens, hidden], after the last norm. Fills `cache`, and changes `embedded.tokens`."""
         stream = ResidualStream(embedded.tokens, self.config.rms_norm_eps, self._ops)
-        positions = inputs.positions if self._rope.has_tables else None
-        step = LayerInputs(embedded.cosines, embedded.sines, positions, inputs.slots, inputs.attention)
+        positions = inputs.positions if self._ropes[0].has_tables else None
+        step = LayerInputs(embedded.rotations, positions, inputs.slots, inputs.attention)
         for layer, kv in zip(self._layers, cache, strict=True):
             layer(stream, step, kv)
-        return stream.read_normalised(self._final_norm)
+        return stream.read(self._final_norm)
 
     def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits after these rows of the hidden states, or after all."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..core.errors import ConfigError, shown
 
@@ -22,6 +23,7 @@ class RopeConfig:
     factor              how much longer contexts are than those that the frequencies were trained for
     original_positions  the number of positions in training, which the variant extends
     attention_factor    multiplies cosines and sines
+    share               of a head's dimensions, the first ones, that are rotated; 0: none
 
     low_freq_factor and high_freq_factor belong to llama3; beta_fast, beta_slow and truncate to yarn.
     """
@@ -36,6 +38,11 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    share: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.share)
 
     @property
     def extended_positions(self) -> int:
@@ -60,8 +67,6 @@ class RopeConfig:
                 )
             return float(value)
 
-        if number("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError("config.json: partial_rotary_factor is not supported; heads are rotated whole")
         theta = number("rope_theta", theta)
         if variant == "default":
             return RopeConfig(theta)
@@ -92,8 +97,11 @@ class RopeConfig:
 
     def check(self, head_dim: int) -> None:
         """Raise ConfigError if these numbers, each of them valid, give no frequencies."""
+        rotary_dim = self.rotary_dim(head_dim)
+        if rotary_dim % 2 or not 0 <= rotary_dim <= head_dim:
+            raise ConfigError(f"config.json: RoPE turns pairs; it cannot turn {rotary_dim} of {head_dim} dimensions")
         try:
-            is_finite = bool(_FREQUENCIES[self.variant](self, head_dim).isfinite().all())
+            is_finite = bool(_FREQUENCIES[self.variant](self, rotary_dim).isfinite().all())
         except (ArithmeticError, ValueError, RuntimeError):
             is_finite = False
         if not (is_finite and math.isfinite(self.attention_factor)):
@@ -105,7 +113,11 @@ class Rope:
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         # On the CPU, so that the frequencies are the same to the last bit whatever the device.
-        self._frequencies = _FREQUENCIES[config.variant](config, head_dim).to(device)
+        rotary_dim = config.rotary_dim(head_dim)
+        self._frequencies = (_FREQUENCIES[config.variant](config, rotary_dim) if rotary_dim else torch.empty(0)).to(
+            device
+        )
+        self._num_still = (head_dim - rotary_dim) // 2  # pairs of dimensions that keep what they hold
         self._gain = config.attention_factor
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -123,7 +135,10 @@ class Rope:
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * self._frequencies
-        return angles.cos() * self._gain, angles.sin() * self._gain
+        cosines, sines = angles.cos() * self._gain, angles.sin() * self._gain
+        if not self._num_still:
+            return cosines, sines
+        return functional.pad(cosines, (0, self._num_still), value=1.0), functional.pad(sines, (0, self._num_still))
 
 
 def _default(config: RopeConfig, head_dim: int) -> Tensor:
@@ -173,3 +188,17 @@ _FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
+
+
+def rotary_order(head_dim: int, rotary_dim: int, is_interleaved: bool) -> Tensor | None:
+    """Which dimension of a checkpoint's head comes where, so that i and i + head_dim / 2 are turned as a pair.
+
+    is_interleaved  the checkpoint turns 2i with 2i + 1; otherwise i with i + rotary_dim / 2
+
+    Scores stay what they are if queries and keys have the same order. None: the checkpoint's own.
+    """
+    if rotary_dim == head_dim and not is_interleaved:
+        return None
+    turned, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    first, second = (turned[0::2], turned[1::2]) if is_interleaved else turned.chunk(2)
+    return torch.cat((first, still[: len(still) // 2], second, still[len(still) // 2 :]))

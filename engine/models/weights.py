@@ -6,8 +6,9 @@ Otherwise they are dequantized.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -39,12 +40,39 @@ Weight = Tensor | Int4Weight
 Place = TypeVar("Place", Tensor, Int4Weight)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A part of the checkpoint, and what is folded into it when it is loaded.
+
+    name    without .weight or .bias
+    size    its number of rows
+    order   [size] int64, which of the checkpoint's rows comes where; None: its own order
+    factor  what rows are multiplied by: a number, or one for each row [size]
+    """
+
+    name: str
+    size: int
+    order: Tensor | None = None
+    factor: float | Tensor = 1.0
+
+    def of(self, tensor: Tensor, *, is_scaled: bool = True) -> Tensor:
+        """The rows of a tensor [size, …], in order and multiplied; a tensor of another size as it is."""
+        if not tensor.dim() or len(tensor) != self.size:
+            return tensor
+        if self.order is not None:
+            tensor = tensor[self.order]
+        if not is_scaled or (isinstance(self.factor, float) and self.factor == 1):
+            return tensor
+        factor = torch.as_tensor(self.factor, dtype=torch.float32)
+        return tensor.float() * (factor if factor.dim() == 0 else factor.view(-1, *[1] * (tensor.dim() - 1)))
+
+
 class Tensors(Protocol):
     """Where weights come from. `in_4_bits` names the weights that can fill an Int4Weight."""
 
     in_4_bits: frozenset[str]
 
-    def fill(self, place: Weight, name: str) -> None: ...
+    def fill(self, place: Weight, name: str, rows: Rows) -> None: ...
 
 
 class Checkpoint:
@@ -72,8 +100,8 @@ class Checkpoint:
         with self._opened(name) as file:
             return _format(file, name)
 
-    def fill(self, place: Weight, name: str) -> None:
-        """Converts a tensor to the dtype and device of `place`.
+    def fill(self, place: Weight, name: str, rows: Rows) -> None:
+        """Converts a tensor, whose rows are arranged as `rows` says, to the dtype and device of `place`.
 
         Raises ConfigError if there is no such tensor, or if it has another shape or a format that is not supported.
         """
@@ -81,7 +109,12 @@ class Checkpoint:
         parts = [name + part for part in (VALUES, SCALES, MINIMUMS)] if is_in_4_bits else [name]
         # The file is opened for each tensor, because what was read of a mapped file stays resident until it is closed.
         with self._opened(*parts) as file:
-            weight = _int4(name, [file.get_tensor(part) for part in parts]) if is_in_4_bits else _whole(file, name)
+            if is_in_4_bits:
+                values, *scales = (file.get_tensor(part) for part in parts)
+                scales = [rows.of(part).to(part.dtype) for part in scales]
+                weight: Weight = _int4(name, [rows.of(values, is_scaled=False), *scales])
+            else:
+                weight = rows.of(_whole(file, name))
             if list(weight.shape) != list(place.shape):
                 shapes = (
                     f"shape {list(weight.shape)} in {self._index.name}, but config.json makes it {list(place.shape)}"
@@ -104,7 +137,7 @@ class RandomTensors:
 
     in_4_bits: frozenset[str] = frozenset()
 
-    def fill(self, place: Weight, name: str) -> None:
+    def fill(self, place: Weight, name: str, rows: Rows) -> None:
         assert isinstance(place, Tensor)
         if "norm" in name:
             place.fill_(1.0)
@@ -123,50 +156,43 @@ class Weights:
         self.num_bytes = 0
         self._tensors, self._device = tensors, device
 
-    def norm(self, name: str, size: int) -> Tensor:
+    def norm(self, rows: Rows) -> Tensor:
         """The weight of a norm, [size]."""
-        return self._filled(self._empty(size), {f"{name}.weight": size})
+        return self._filled(self._empty(rows.size), [rows], "weight")
 
-    def linear(self, rows: Mapping[str, int], in_size: int, has_bias: bool = False, use: Use = PLAIN) -> Linear:
-        """One product in place of several with the same input.
+    def linear(self, rows: Sequence[Rows], in_size: int, has_bias: bool = False, use: Use = PLAIN) -> Linear:
+        """One product in place of several with the same input: their outputs are stacked in this order."""
+        bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
+        return self.ops.linear(self._stacked(rows, in_size), bias, use)
 
-        rows  the products by name, with the size of each one's output; they are stacked in this order
-        """
-        return self.ops.linear(self._stacked(rows, in_size), self._bias(rows, has_bias), use)
+    def whole(self, rows: Rows, in_size: int) -> Tensor:
+        """A matrix [size, in_size], never in 4 bits."""
+        return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 
-    def whole(self, name: str, out_size: int, in_size: int) -> Tensor:
-        """A matrix [out_size, in_size], never in 4 bits."""
-        return self._filled(self._empty(out_size, in_size), {f"{name}.weight": out_size})
-
-    def head(self, name: str, vocab_size: int, hidden_size: int, tied_to: Tensor | None) -> Linear:
-        """The product that gives the logits. With `tied_to` its weight is that matrix, and `name` is not read."""
-        weight = self._stacked({name: vocab_size}, hidden_size) if tied_to is None else tied_to
+    def head(self, rows: Rows, hidden_size: int, tied_to: Tensor | None) -> Linear:
+        """The product that gives the logits. With `tied_to` its weight is that matrix, and nothing is read."""
+        weight = self._stacked([rows], hidden_size) if tied_to is None else tied_to
         return self.ops.linear(weight, None, HEAD)
 
-    def _stacked(self, rows: Mapping[str, int], in_size: int) -> Weight:
+    def _stacked(self, rows: Sequence[Rows], in_size: int) -> Weight:
         """In 4 bits if that is the format of weights and all rows are."""
-        names = {f"{name}.weight": size for name, size in rows.items()}
-        out_size = sum(rows.values())
-        if self.ops.weights == "int4" and names.keys() <= self._tensors.in_4_bits:
+        names = {f"{each.name}.weight" for each in rows}
+        out_size = sum(each.size for each in rows)
+        if self.ops.weights == "int4" and names <= self._tensors.in_4_bits:
             if in_size % GROUP_SIZE:
                 raise ConfigError(
-                    f"tensor {next(iter(names))} is in 4 bits, of which {GROUP_SIZE} inputs share a scale, but"
+                    f"tensor {rows[0].name}.weight is in 4 bits, of which {GROUP_SIZE} inputs share a scale, but"
                     f" config.json gives it {in_size} inputs: not a multiple of {GROUP_SIZE}"
                 )
-            return self._filled(Int4Weight.allocate(out_size, in_size), names)
-        return self._filled(self._empty(out_size, in_size), names)
-
-    def _bias(self, rows: Mapping[str, int], has_bias: bool) -> Tensor | None:
-        if not has_bias:
-            return None
-        return self._filled(self._empty(sum(rows.values())), {f"{name}.bias": size for name, size in rows.items()})
+            return self._filled(Int4Weight.allocate(out_size, in_size), rows, "weight")
+        return self._filled(self._empty(out_size, in_size), rows, "weight")
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self._device, dtype=self.dtype)
 
-    def _filled(self, place: Place, rows: Mapping[str, int]) -> Place:
-        for name, part in zip(rows, place.split(list(rows.values())), strict=True):
-            self._tensors.fill(part, name)
+    def _filled(self, place: Place, rows: Sequence[Rows], kind: str) -> Place:
+        for each, part in zip(rows, place.split([each.size for each in rows]), strict=True):
+            self._tensors.fill(part, f"{each.name}.{kind}", each)
         self.num_bytes += place.nbytes
         return place
 

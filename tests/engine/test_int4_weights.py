@@ -18,7 +18,7 @@ from pagoda_server.checkpoints.grouped_weights import write_dequantized
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
-from pagoda_server.engine.models.weights import Checkpoint
+from pagoda_server.engine.models.weights import Checkpoint, Rows
 from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype
 from pagoda_server.kernels import PLAIN, UNQUANTIZED, Backend, Int4Weight, Linear, Use, has_native
 from pagoda_server.kernels.backend import REFERENCE
@@ -99,14 +99,25 @@ def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[st
     filled: dict[str, Tensor | Int4Weight] = {}
     fill = Checkpoint.fill
 
-    def remember(self: Checkpoint, place: Tensor | Int4Weight, name: str) -> None:
-        fill(self, place, name)
+    def remember(self: Checkpoint, place: Tensor | Int4Weight, name: str, rows: Rows) -> None:
+        fill(self, place, name, rows)
         filled[name] = place
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "fill", remember)
         load_model(folder, reference_int4() if keeps_int4 else REFERENCE, CPU, dtype)
     return filled
+
+
+def test_rows_in_4_bits_are_ordered_and_multiplied_as_whole_ones_are(whole: Path, tmp_path: Path) -> None:
+    write_dequantized(whole, tmp_path)
+    size, in_size = load_file(tmp_path / "model.safetensors")[VALUE_PROJECTION].shape
+    name = VALUE_PROJECTION.removesuffix(".weight")
+    rows = Rows(name, size, torch.arange(size).flip(0), torch.linspace(0.5, 2, size))
+    kept, expected = Int4Weight.allocate(size, in_size), torch.empty(size, in_size)
+    Checkpoint(whole).fill(kept, VALUE_PROJECTION, rows)
+    Checkpoint(tmp_path).fill(expected, VALUE_PROJECTION, rows)
+    torch.testing.assert_close(kept.dequantize().float(), expected, rtol=2**-8, atol=5e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

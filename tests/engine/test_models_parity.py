@@ -123,7 +123,7 @@ def test_a_model_on_a_gpu_has_tables_of_as_many_rotations_as_contexts_may_have_t
     save_model(MODELS["llama"], tmp_path)
     config = EngineConfig(str(tmp_path), max_model_len=100)
     for backend, num_rows in (("triton", 100), ("native", 3)):
-        rope = load_for_serving(config, torch.device("cpu"), backend=(backend, "unquantized")).model._rope
+        [rope] = load_for_serving(config, torch.device("cpu"), backend=(backend, "unquantized")).model._ropes
         assert [len(table) for table in rope.rotations(torch.arange(3))] == [num_rows, num_rows]
 
 

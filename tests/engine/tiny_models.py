@@ -11,12 +11,23 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    HeliumConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
@@ -25,6 +36,7 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings.engine import EngineConfig
 
 VOCAB_SIZE = 199
+_NO_TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # beyond the vocabulary
 BLOCK_SIZE = 4
 
 _SIZES: dict[str, Any] = {
@@ -60,6 +72,49 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZES, head_dim=16),
     "olmo2": Olmo2Config(**_SIZES, rms_norm_eps=1e-5),
     "olmo2 with biases, tied": Olmo2Config(**_SIZES, attention_bias=True, tie_word_embeddings=True),
+    "olmo3": Olmo3Config(
+        **_SIZES,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": _rope("yarn", original_max_position_embeddings=64),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        **_NO_TOKENS,
+    ),
+    "ministral": MinistralConfig(
+        **_SIZES, head_dim=8, sliding_window=7, layer_types=["sliding_attention", "full_attention"], **_NO_TOKENS
+    ),
+    "smollm3": SmolLM3Config(**_SIZES, no_rope_layers=[1, 0], **_NO_TOKENS),
+    "granite": GraniteConfig(
+        **_SIZES,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.5,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "granite, tied": GraniteConfig(
+        **_SIZES, embedding_multiplier=3.0, attention_multiplier=0.2, logits_scaling=2.5, tie_word_embeddings=True
+    ),
+    "glm": GlmConfig(**_SIZES, head_dim=8, **_NO_TOKENS),
+    "glm4": Glm4Config(**_SIZES, head_dim=16, **_NO_TOKENS),
+    "exaone4": Exaone4Config(
+        **_SIZES, sliding_window=7, layer_types=["sliding_attention", "full_attention"], **_NO_TOKENS
+    ),
+    "exaone4 without a window": Exaone4Config(
+        **_SIZES, sliding_window=None, layer_types=["full_attention"] * 2, **_NO_TOKENS
+    ),
+    "seed_oss": SeedOssConfig(**_SIZES, head_dim=16, attention_out_bias=True),
+    "ernie4_5": Ernie4_5Config(**_SIZES, head_dim=16, use_bias=True),
+    "helium": HeliumConfig(**(_SIZES | {"hidden_size": 96}), head_dim=16),
+    "phi3": Phi3Config(**_SIZES, sliding_window=9, **_NO_TOKENS),
+    "phi3 with a part of each head rotated": Phi3Config(
+        **_SIZES,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        **_NO_TOKENS,
+    ),
     "linear rope": LlamaConfig(**_SIZES, rope_parameters=_rope("linear")),
     "llama3 rope": LlamaConfig(
         **_SIZES,

@@ -109,10 +109,8 @@ class RecordedSteps:
         self._arrays.fill(chunks)
         step = self._steps.get(count)
         if step is None:
-            room = Embedded(*(part[:count] for part in self._embedded))
-            step = self._steps[count] = _Step(self._inputs(count), room)
-        for part, new in zip(step.embedded, self._model.embed(step.inputs), strict=True):
-            part.copy_(new)
+            step = self._steps[count] = _Step(self._inputs(count), self._embedded.first(count))
+        step.embedded.copy_(self._model.embed(step.inputs))
         if step.recording is None or not step.recording.replay():
             self.num_taken += 1
             step.recording = self._recorder.record(partial(self._model.logits, step.embedded, step.inputs, self._cache))

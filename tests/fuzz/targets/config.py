@@ -46,6 +46,7 @@ def _check_config(config: ModelConfig) -> None:
         assert 0 < size <= MAX_SIZE
     assert math.isfinite(config.rms_norm_eps)
     last = torch.tensor([0, config.max_position_embeddings - 1])
-    cosines, sines = Rope(config.rope, config.head_dim, torch.device("cpu")).rotations(last)
-    assert cosines.isfinite().all()
-    assert sines.isfinite().all()
+    for rope in set(config.rotations):
+        cosines, sines = Rope(rope, config.head_dim, torch.device("cpu")).rotations(last)
+        assert cosines.isfinite().all()
+        assert sines.isfinite().all()

@@ -6,7 +6,7 @@ import torch
 
 from pagoda_server.checkpoints.folder import CheckpointError, check_folder
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.models.weights import Checkpoint
+from pagoda_server.engine.models.weights import Checkpoint, Rows
 from pagoda_server.kernels import Int4Weight
 from tests.fuzz.common import check_line, folder_of
 
@@ -27,7 +27,7 @@ def check(data: bytes) -> bool:
             places = [torch.empty(2, 32, dtype=torch.bfloat16), *([Int4Weight.allocate(2, 32)] if is_in_4_bits else [])]
             for place in places:
                 checkpoint.dtype_of(NAME)
-                checkpoint.fill(place, NAME)
+                checkpoint.fill(place, NAME, Rows(NAME, place.shape[0], torch.tensor([1, 0]), 0.5))
         except ConfigError as error:
             check_line(error)
             return False
