@@ -4,6 +4,7 @@ from .adjust_logits import LogitAdjustments
 from .backend import UNQUANTIZED, Backend
 from .copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from .embedding import Embedding
+from .gate_and_mul import Activation
 from .linear import GATED, HEAD, PLAIN, Linear, Use, is_compiled_whole
 from .linear_int4 import Int4Weight
 from .linear_quantized import has_native_int8_weight
@@ -28,6 +29,7 @@ __all__ = [
     "MAX_TOP_LOGPROBS",
     "PLAIN",
     "UNQUANTIZED",
+    "Activation",
     "AttentionPlan",
     "Backend",
     "Draws",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .gate_and_mul import ACTIVATIONS, Activation, gate_and_mul, gate_and_mul_cpu, gate_and_mul_native
 from .native_module import DTYPES, native, takes
 from .recording import empty
-from .silu_and_mul import silu_and_mul, silu_and_mul_cpu, silu_and_mul_native
 
 PANEL = 32  # packed weights have room for a multiple of this many outputs: the widest panel of any instruction set
 _TORCH_IS_FAST = ("amx", "avx512")  # oneDNN multiplies in bfloat16 there
@@ -28,17 +28,17 @@ class Linear(Protocol):
 class Use:
     """What a product is for.
 
-    is_gated          it multiplies silu(gate) · up, and takes rows [2 * in], as `silu_and_mul` does
+    activation        it multiplies activation(gate) · up, and takes rows [2 * in], as `gate_and_mul` does
     is_head           it computes logits, which may be float32 whatever the dtype of x
     is_deterministic  the order of a row's sums must not depend on the number of rows
     """
 
-    is_gated: bool = False
+    activation: Activation = ""
     is_head: bool = False
     is_deterministic: bool = False
 
 
-PLAIN, GATED, HEAD = Use(), Use(is_gated=True), Use(is_head=True)
+PLAIN, GATED, HEAD = Use(), Use("silu"), Use(is_head=True)
 
 
 class LinearMaker(Protocol):
@@ -56,10 +56,11 @@ class LinearMaker(Protocol):
 class _Plain:
     weight: Tensor
     bias: Tensor | None
-    is_gated: bool
+    activation: Activation
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return functional.linear(silu_and_mul(x) if self.is_gated else x, self.weight, self.bias)
+        x = gate_and_mul(x, self.activation) if self.activation else x
+        return functional.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,11 @@ class _Packed:
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    gate: Callable[[Tensor], Tensor] | None
+    gate: Callable[..., Tensor]
+    activation: Activation
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        x = x if self.gate is None else self.gate(x)
+        x = self.gate(x, self.activation) if self.activation else x
         spare = _padded(len(x)) - len(x)
         rows = functional.pad(x, (0, 0, 0, spare)) if spare else x
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -91,7 +93,7 @@ def _padded(rows: int) -> int:
 
 def linear(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """Make a product with an unquantized weight."""
-    return _Plain(weight, bias, use.is_gated)
+    return _Plain(weight, bias, use.activation)
 
 
 def linear_cpu(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
@@ -100,14 +102,14 @@ def linear_cpu(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     In float32 if oneDNN has no fast product in the weight's dtype: torch's own takes up to forty times as long. A row's
     result is the same to the last bit in any batch.
     """
-    return _packed(weight, bias, silu_and_mul_cpu if use.is_gated else None)
+    return _packed(weight, bias, gate_and_mul_cpu, use)
 
 
-def _packed(weight: Tensor, bias: Tensor | None, gate: Callable[[Tensor], Tensor] | None) -> Linear:
+def _packed(weight: Tensor, bias: Tensor | None, gate: Callable[..., Tensor], use: Use) -> Linear:
     is_fast = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     dtype = torch.bfloat16 if is_fast else torch.float32
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), None)
-    return _Packed(packed, None if bias is None else bias.to(dtype), dtype, gate)
+    return _Packed(packed, None if bias is None else bias.to(dtype), dtype, gate, use.activation)
 
 
 class NativeLinear:
@@ -129,18 +131,18 @@ class NativeLinear:
         self.in_size, self.packed = in_size, packed
         self._out_size, self._bias = out_size, bias
         self._addresses = *(part.data_ptr() for part in packed), 0 if bias is None else bias.data_ptr()
-        self._use = use
+        self._use, self._activation = use, ACTIVATIONS.index(use.activation)
         self._multiply = multiply
 
     def __call__(self, x: Tensor, /) -> Tensor:
         assert takes(x)
         rows, width = x.shape
-        assert width == self.in_size * (2 if self._use.is_gated else 1)
+        assert width == self.in_size * (2 if self._use.activation else 1)
         dtype = torch.float32 if self._use.is_head else x.dtype
         out = empty(rows, self._out_size, dtype=dtype)
         addresses = x.data_ptr(), *self._addresses, out.data_ptr()
         sizes = rows, self.in_size, self._out_size
-        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, self._use.is_gated)
+        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, self._activation)
         return out
 
 
@@ -153,7 +155,7 @@ def linear_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Line
     """`linear` by compiled code, summed in float32, or by oneDNN where that is faster."""
     if weight.dtype in DTYPES and is_compiled_whole(use):
         return linear_whole_native(weight, bias, use)
-    return _packed(weight, bias, silu_and_mul_native if use.is_gated else None)
+    return _packed(weight, bias, gate_and_mul_native, use)
 
 
 def linear_whole_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .gate_and_mul import Activation, gate_and_mul
 from .linear import PLAIN, Linear, NativeLinear, Use
 from .linear_int8 import GROUP, linear_int8, linear_int8_native, quantize_rows
 from .native_module import native
-from .silu_and_mul import silu_and_mul
 
 WEIGHT_GROUP = 32  # inputs that share a scale and a minimum
 
@@ -94,10 +94,10 @@ def _described(tensor: Tensor) -> str:
 class _Int4:
     weight: Int4Weight
     bias: Tensor | None
-    is_gated: bool
+    activation: Activation
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        rows, scales, least = quantize_rows(silu_and_mul(x.float()) if self.is_gated else x)
+        rows, scales, least = quantize_rows(gate_and_mul(x.float(), self.activation) if self.activation else x)
         halves = GROUP // WEIGHT_GROUP
         missing = -self.weight.values.shape[1] % halves  # groups of weights in the last group of activations
         rows = rows.unflatten(2, (halves, -1)).double()
@@ -123,7 +123,7 @@ def linear_int4(weight: Tensor | Int4Weight, bias: Tensor | None, use: Use = PLA
 
     A weight that the checkpoint does not hold in 4 bits is multiplied by `linear_int8`.
     """
-    return _Int4(weight, bias, use.is_gated) if isinstance(weight, Int4Weight) else linear_int8(weight, bias, use)
+    return _Int4(weight, bias, use.activation) if isinstance(weight, Int4Weight) else linear_int8(weight, bias, use)
 
 
 def linear_int4_native(weight: Tensor | Int4Weight, bias: Tensor | None, use: Use = PLAIN) -> Linear:

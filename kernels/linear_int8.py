@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .gate_and_mul import Activation, gate_and_mul
 from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
 from .native_module import DTYPES, native, takes
-from .silu_and_mul import silu_and_mul
 
 GROUP = 64  # elements of the input that share a scale
 
@@ -68,10 +68,10 @@ class _Int8:
     values: Tensor
     scales: Tensor
     bias: Tensor | None
-    is_gated: bool
+    activation: Activation
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        values, scales, least = quantize_rows(silu_and_mul(x.float()) if self.is_gated else x)
+        values, scales, least = quantize_rows(gate_and_mul(x.float(), self.activation) if self.activation else x)
         product = torch.zeros(len(x), len(self.values))
         parts = self.scales.shape[-1]
         values = values.unflatten(-1, (parts, -1)).double()
@@ -92,7 +92,7 @@ def linear_int8(weight: Tensor, bias: Tensor | None, use: Use = PLAIN, limits_pa
 
     Gated activations are not rounded before they are quantized.
     """
-    return _Int8(*quantize_weight(weight, limits_pairs), bias, use.is_gated)
+    return _Int8(*quantize_weight(weight, limits_pairs), bias, use.activation)
 
 
 class NativeInt8(NativeLinear):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .gate_and_mul import Activation, gate_and_mul
 from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
 from .linear_int8 import pack_int8
 from .native_module import native
-from .silu_and_mul import silu_and_mul
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 DEPTH = 32  # AMX's layout is padded to a multiple of this many inputs
@@ -54,22 +54,22 @@ class _Quantized:
     values: Tensor
     scales: Tensor
     bias: Tensor | None
-    is_gated: bool
+    activation: Activation
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        x = silu_and_mul(x) if self.is_gated else x
+        x = gate_and_mul(x, self.activation) if self.activation else x
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(x.float(), self.values.float() * self.scales[:, None], bias).to(x.dtype)
 
 
 def linear_int8_weight(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with a weight in int8, summed in float32."""
-    return _Quantized(*quantize_to_int8(weight), bias, use.is_gated)
+    return _Quantized(*quantize_to_int8(weight), bias, use.activation)
 
 
 def linear_fp8_weight(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with a weight in float8, summed in float32."""
-    return _Quantized(*quantize_to_fp8(weight), bias, use.is_gated)
+    return _Quantized(*quantize_to_fp8(weight), bias, use.activation)
 
 
 def has_native_int8_weight() -> bool:
@@ -86,4 +86,4 @@ def linear_int8_weight_native(weight: Tensor, bias: Tensor | None, use: Use = PL
     out_size, in_size = weight.shape
     panels, depth = -(-out_size // PANEL), -(-in_size // DEPTH) * DEPTH
     packed = pack_int8(weight, native.pack_int8_weight, panels * depth * PANEL, panels * PANEL)
-    return NativeLinear(in_size, out_size, packed, bias, Use(use.is_gated), native.linear_int8_weight)
+    return NativeLinear(in_size, out_size, packed, bias, Use(use.activation), native.linear_int8_weight)

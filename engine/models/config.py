@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ...checkpoints.folder import read_json_object
 from ...checkpoints.grouped_weights import QUANTIZATION_CONFIG
+from ...kernels import Activation
 from ..core.errors import ConfigError, shown
 from .rope import RopeConfig
 
@@ -103,6 +105,12 @@ class ConfigFile:
             raise ConfigError(f"config.json: {name} must be a list of names, not {shown(value)}")
         return value
 
+    def refuse(self, *names: str) -> None:
+        """Raise ConfigError for a field that changes what is computed, unless it is null, false or zero."""
+        for name in names:
+            if value := self._fields.get(name):
+                raise ConfigError(f"config.json: {name} {shown(value)} is not supported")
+
     def has(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
@@ -115,13 +123,13 @@ class ConfigFile:
             )
         return found is not None
 
-    def rope(self, share: float = 1.0, kind: str = "") -> RopeConfig:
+    def rope(self, share: float = 1.0, kind: str = "", theta: float = DEFAULT_ROPE_THETA) -> RopeConfig:
         """Read from `rope_parameters`, or from `rope_theta` and `rope_scaling` as older files have them.
 
-        share  of a head that is rotated, if the file does not say
-        kind   of layers, for a family whose `rope_parameters` may have an object for each kind
+        share, theta  what a family assumes if the file does not say; share: of a head's dimensions that are rotated
+        kind          of layers, for a family whose `rope_parameters` may have an object for each kind
         """
-        theta = self.number("rope_theta", DEFAULT_ROPE_THETA)
+        theta = self.number("rope_theta", theta)
         parameters = self._fields.get("rope_parameters") or self._fields.get("rope_scaling") or {}
         if isinstance(parameters, dict) and kind in parameters:
             parameters = parameters[kind]
@@ -152,6 +160,10 @@ class ConfigFile:
         return tuple(kinds[kind] for kind in layer_types)
 
 
+# By their names in `hidden_act`.
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+
+
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
     """The names of a layer's norms before and behind its attention and its feed-forward layer; "": there is none."""
@@ -180,6 +192,7 @@ class ModelConfig:
     head_norms               queries and keys are normalised before they are rotated: each head, or all heads at once
     fused_qkv                the name of the projection that the checkpoint has for queries, keys and values; "": three
     fused_gate_up            likewise for gate and up
+    norm_offset              what is added to the weight of every norm
     score_scale              what scores are multiplied by; None: 1 / √head_dim
     embedding_scale          what an embedding is multiplied by
     residual_scale           what is added to the stream is multiplied by it
@@ -197,6 +210,7 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
+    activation: Activation
     rotations: tuple[RopeConfig, ...]
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]
@@ -208,6 +222,7 @@ class ModelConfig:
     is_interleaved: bool = False
     fused_qkv: str = ""
     fused_gate_up: str = ""
+    norm_offset: float = 0.0
     score_scale: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -229,20 +244,21 @@ class ModelConfig:
         head_dim: int | None = None,
         rms_norm_eps: float = DEFAULT_RMS_NORM_EPS,
         rotary_share: float = 1.0,
+        default_activation: str = "silu",
         layer_kind: str = "",
         is_tied: bool = False,
     ) -> ModelConfig:
         """Reads the fields that all families share, for a model without biases and windows.
 
-        head_dim, rms_norm_eps, rotary_share, is_tied  what the family assumes if config.json does not say; without
-                                                       head_dim, a head has its share of the hidden size
-        layer_kind                                     whose rotation all layers get
+        Without `head_dim` a head has its share of the hidden size. `layer_kind` says whose rotation all layers get. The
+        others are what the family assumes if config.json does not say.
 
         Raises ConfigError for what no family here supports.
         """
-        activation = file.text("hidden_act", "silu")
-        if activation != "silu":
-            raise ConfigError(f"config.json: hidden_act {shown(activation)} is not supported; only 'silu' is")
+        activation = file.text("hidden_activation", file.text("hidden_act", default_activation))
+        if activation not in ACTIVATIONS:
+            known = " and ".join(map(repr, ACTIVATIONS))
+            raise ConfigError(f"config.json: hidden_act {shown(activation)} is not supported; {known} are")
         num_layers, hidden_size = file.size("num_hidden_layers"), file.size("hidden_size")
         num_heads = file.size("num_attention_heads")
         num_kv_heads = file.size("num_key_value_heads", num_heads)
@@ -274,6 +290,7 @@ class ModelConfig:
             vocab_size=file.size("vocab_size"),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=rms_norm_eps,
+            activation=ACTIVATIONS[activation],
             rotations=(rope,) * num_layers,
             tie_word_embeddings=file.flag("tie_word_embeddings", is_tied),
             windows=(None,) * num_layers,

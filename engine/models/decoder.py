@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels import GATED, AttentionPlan, Backend, HeadNorms, PagedKV
+from ...kernels import AttentionPlan, Backend, HeadNorms, PagedKV, Use
 from .config import ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
 from .weights import Rows, Weights
@@ -167,7 +167,9 @@ def _query_key_value(name: str, config: ModelConfig, order: Tensor | None, scale
 def _head_norms(weights: Weights, name: str, config: ModelConfig, order: Tensor | None, scale: float) -> HeadNorms:
     is_each = config.head_norms == "each"
     query, key = (
-        weights.norm(Rows(f"{name}.{kind}_norm", heads * config.head_dim, _of_heads(order, heads), factor))
+        weights.norm(
+            Rows(f"{name}.{kind}_norm", heads * config.head_dim, _of_heads(order, heads), factor, config.norm_offset)
+        )
         for kind, heads, factor in (
             ("q", 1 if is_each else config.num_heads, scale),
             ("k", 1 if is_each else config.num_kv_heads, 1.0),
@@ -182,7 +184,7 @@ def _of_heads(order: Tensor | None, num_heads: int) -> Tensor | None:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) · up(x)), with one product for gate and up (SwiGLU; Shazeer, 2020).
+    """down(activation(gate(x)) · up(x)), with one product for gate and up (SwiGLU, GeGLU; Shazeer, 2020).
 
     name  of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
     """
@@ -193,7 +195,7 @@ class GatedMLP:
         gate_up = [Rows(f"{name}.{config.fused_gate_up}", 2 * ffn)] if config.fused_gate_up else apart
         self._gate_up = weights.linear(gate_up, hidden, config.mlp_bias)
         down = Rows(f"{name}.down_proj", hidden, factor=config.residual_scale)
-        self._down = weights.linear([down], ffn, config.mlp_bias, GATED)
+        self._down = weights.linear([down], ffn, config.mlp_bias, Use(config.activation))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
@@ -207,7 +209,8 @@ class Layer:
         name = f"model.layers.{number}"
 
         def norm(norm_name: str) -> Tensor | None:
-            return weights.norm(Rows(f"{name}.{norm_name}", config.hidden_size)) if norm_name else None
+            rows = Rows(f"{name}.{norm_name}", config.hidden_size, offset=config.norm_offset)
+            return weights.norm(rows) if norm_name else None
 
         window, rope = config.windows[number], config.rotations[number]
         self._attention = Attention(weights, f"{name}.self_attn", config, window, rope, rotation)
@@ -243,7 +246,7 @@ class Decoder:
         self._layers = [
             Layer(weights, number, config, kinds.index(kind)) for number, kind in enumerate(config.rotations)
         ]
-        self._final_norm = weights.norm(Rows("model.norm", hidden))
+        self._final_norm = weights.norm(Rows("model.norm", hidden, offset=config.norm_offset))
         self.weight_bytes = weights.num_bytes
 
     def tabulate_rotations(self, num_positions: int) -> None:

@@ -174,6 +174,37 @@ def _phi3(file: ConfigFile, name: str) -> ModelConfig:
     return replace(config, windows=windows, fused_qkv="qkv_proj", fused_gate_up="gate_up_proj")
 
 
+def _gemma(file: ConfigFile, name: str) -> ModelConfig:
+    """Gemma Team, 2024: norms by 1 + weight, embeddings multiplied by √hidden, GeGLU."""
+    kind, activation = "full_attention", "gelu_pytorch_tanh"
+    config = ModelConfig.read(file, name, head_dim=256, is_tied=True, default_activation=activation, layer_kind=kind)
+    bias, scale = file.flag("attention_bias", False), config.hidden_size**0.5
+    return replace(config, qkv_bias=bias, output_bias=bias, norm_offset=1.0, embedding_scale=scale)
+
+
+def _gemma3(file: ConfigFile, name: str) -> ModelConfig:
+    """Gemma Team, 2025: norms on both sides and of each head; five of six layers have a window and another rotation."""
+    file.refuse("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+    config, kind = _gemma(file, name), "sliding_attention"
+    pattern = file.size("sliding_window_pattern", file.size("_sliding_window_pattern", 6))
+    window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
+    usual = tuple(window if (number + 1) % pattern else None for number in range(config.num_layers))
+    windows = file.windows(config.num_layers, window, usual)
+    whole = file.rope(kind="full_attention", theta=1_000_000.0)
+    local = file.rope(kind=kind) if file.has_rope_of(kind) else RopeConfig(file.positive("rope_local_base_freq", 1e4))
+    norms = LayerNorms(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+    return replace(
+        config,
+        windows=windows,
+        rotations=tuple(whole if each is None else local for each in windows),
+        norms=norms,
+        head_norms="each",
+        score_scale=file.positive("query_pre_attn_scalar", 256) ** -0.5,
+    )
+
+
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", _llama),
     Family("MistralForCausalLM", "mistral", _mistral),
@@ -191,4 +222,6 @@ FAMILIES = (
     Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
     Family("HeliumForCausalLM", "helium", _helium),
     Family("Phi3ForCausalLM", "phi3", _phi3),
+    Family("GemmaForCausalLM", "gemma", _gemma),
+    Family("Gemma3ForCausalLM", "gemma3_text", _gemma3),
 )

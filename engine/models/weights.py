@@ -48,12 +48,14 @@ class Rows:
     size    its number of rows
     order   [size] int64, which of the checkpoint's rows comes where; None: its own order
     factor  what rows are multiplied by: a number, or one for each row [size]
+    offset  what is added to a norm's weight before that
     """
 
     name: str
     size: int
     order: Tensor | None = None
     factor: float | Tensor = 1.0
+    offset: float = 0.0
 
     def of(self, tensor: Tensor, *, is_scaled: bool = True) -> Tensor:
         """The rows of a tensor [size, …], in order and multiplied; a tensor of another size as it is."""
@@ -61,6 +63,8 @@ class Rows:
             return tensor
         if self.order is not None:
             tensor = tensor[self.order]
+        if self.offset:
+            tensor = tensor.float() + self.offset
         if not is_scaled or (isinstance(self.factor, float) and self.factor == 1):
             return tensor
         factor = torch.as_tensor(self.factor, dtype=torch.float32)

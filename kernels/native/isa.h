@@ -27,10 +27,11 @@ constexpr Ops make_ops(const char* name) {
                 norm(static_cast<float*>(residual));
         });
     };
-    ops.silu_and_mul = [](ThreadPool& pool, Dtype dtype, const void* gate_up, void* out, int64_t rows, int64_t size) {
+    ops.gate_and_mul = [](ThreadPool& pool, Dtype dtype, const void* gate_up, void* out, int64_t rows, int64_t size,
+                          Activation activation) {
         with_type(dtype, [&](auto type) {
             using T = decltype(type);
-            silu_and_mul(pool, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size);
+            gate_and_mul(pool, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size, activation);
         });
     };
     ops.rope_and_store_kv = [](ThreadPool& pool, Dtype dtype, const RopeArgs& args) {

@@ -218,8 +218,9 @@ void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
 
 template <typename T>
 void linear_int8_weight(ThreadPool& pool, const LinearArgs& args) {
-    if (args.is_gated)
-        linear_int8_weight_of<T, Gated<T>>(pool, args);
-    else
-        linear_int8_weight_of<T, Plain<T>>(pool, args);
+    switch (args.activation) {
+        case Activation::none: return linear_int8_weight_of<T, Plain<T>>(pool, args);
+        case Activation::silu: return linear_int8_weight_of<T, Gated<T, Activation::silu>>(pool, args);
+        case Activation::gelu: return linear_int8_weight_of<T, Gated<T, Activation::gelu>>(pool, args);
+    }
 }

@@ -16,8 +16,15 @@ struct Plain {
     float at(int64_t i) const { return to_float(x[i]); }
 };
 
-// A row of gate and up, read as silu(gate) · up.
-template <typename T>
+// Both activations are x / (1 + exp(-y)): y is x in silu, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in gelu by tanh.
+template <Activation ACTIVATION>
+PAGODA_INLINE Floats activate(Floats x) {
+    if constexpr (ACTIVATION == Activation::silu) return x / (1.0f + exponential(-x));
+    return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+// A row of gate and up, read as activation(gate) · up.
+template <typename T, Activation ACTIVATION>
 struct Gated {
     static constexpr int64_t WIDTH = 2;
     const T *gate, *up;
@@ -25,7 +32,7 @@ struct Gated {
     Gated(const T* row, int64_t in) : gate(row), up(row + in) {}
     Floats operator()(int64_t i) const { return gated(load(gate + i), load(up + i)); }
     float at(int64_t i) const { return gated(broadcast(to_float(gate[i])), broadcast(to_float(up[i])))[0]; }
-    static Floats gated(Floats gate, Floats up) { return gate / (1.0f + exponential(-gate)) * up; }
+    static Floats gated(Floats gate, Floats up) { return activate<ACTIVATION>(gate) * up; }
 };
 
 // Calls prepare(number, row) for every row of the input; row is a Plain or a Gated.
@@ -40,10 +47,11 @@ void for_each_row(ThreadPool& pool, const LinearArgs& args, const Prepare& prepa
             for (int64_t row = part * rows_a_part; row < end; row++) prepare(row, Row(x + row * Row::WIDTH * args.in, args.in));
         });
     };
-    if (args.is_gated)
-        run(TypeOf<Gated<T>>{});
-    else
-        run(TypeOf<Plain<T>>{});
+    switch (args.activation) {
+        case Activation::none: return run(TypeOf<Plain<T>>{});
+        case Activation::silu: return run(TypeOf<Gated<T, Activation::silu>>{});
+        case Activation::gelu: return run(TypeOf<Gated<T, Activation::gelu>>{});
+    }
 }
 
 // Stores LANES outputs of a row, from `column` of their panel on. Outputs beyond the panel's `columns` are padding.

@@ -69,12 +69,13 @@ PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->rms_norm(pool, dtype, x, weight, residual, residual_dtype, out, rows, size, eps); });
 }
 
-PyObject* silu_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 5);
+PyObject* gate_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 6);
     Dtype dtype = next.dtype();
     void *gate_up = next.address(), *out = next.address();
     int64_t rows = next.integer(), size = next.integer();
-    return run(next, [=] { ops->silu_and_mul(pool, dtype, gate_up, out, rows, size); });
+    Activation activation = static_cast<Activation>(next.integer());
+    return run(next, [=] { ops->gate_and_mul(pool, dtype, gate_up, out, rows, size, activation); });
 }
 
 PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -208,7 +209,7 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
     args.rows = next.integer();
     args.in = next.integer();
     args.out_size = next.integer();
-    args.is_gated = next.integer() != 0;
+    args.activation = static_cast<Activation>(next.integer());
     return run(next, [=] { op(pool, dtype, args); });
 }
 
@@ -353,7 +354,7 @@ PyObject* keep_freed_memory(PyObject*, PyObject*) {
 #define OP(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(NAME)), METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     OP(rms_norm),
-    OP(silu_and_mul),
+    OP(gate_and_mul),
     OP(rope_and_store_kv),
     OP(head_norms),
     OP(paged_attention),

@@ -52,6 +52,8 @@ struct DrawArgs {
     bool only_likeliest;            // -1 instead of any other token that is drawn
 };
 
+enum class Activation { none, silu, gelu };  // gelu: its approximation by tanh
+
 struct LinearArgs {
     const void* x;                  // [rows, in], or [rows, 2 * in] if gated
     const void* weight;             // as the op's pack function has packed it
@@ -60,7 +62,7 @@ struct LinearArgs {
     void* out;                      // [rows, out]
     Dtype out_dtype;                // x's, or float32; linear_int8_weight_amx writes x's in any case
     int64_t rows, in, out_size;
-    bool is_gated;                  // multiply silu(first half of a row) · second half
+    Activation activation;          // multiply activation(first half of a row) · second half, unless it is none
 };
 
 struct Int4Args {
@@ -76,7 +78,7 @@ struct Ops {
     bool pairs_are_limited;         // int8 weights of neighbouring inputs have |w0 + w1| <= 128
     // The residual has the dtype of the rest or float32. Without x nothing is added to it; without out it is not normalized.
     void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype, void* out, int64_t rows, int64_t size, float eps);
-    void (*silu_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size);
+    void (*gate_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size, Activation);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
     void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
     // A mask has ceil(size / 32) words; bit i of word w allows element 32 * w + i. `rows` names the row of each mask. Without

@@ -15,13 +15,14 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
+from ..gate_and_mul import Activation
 from ..linear import PLAIN, Linear, Use
 from ..linear_quantized import quantize_to_fp8, quantize_to_int8
 from .configs import num_processors
+from .gate_and_mul import gate_and_mul_triton
 from .linear_dequantized import multiply_dequantized
 from .linear_fixed import FixedLinear
 from .product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
-from .silu_and_mul import silu_and_mul_triton
 
 FP8_CAPABILITY = (8, 9)
 
@@ -56,17 +57,18 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _GatedLinear:
-    """The product of silu(gate) · up. With a configuration, one kernel computes the gate as it reads the rows."""
+    """The product of activation(gate) · up. With a configuration, one kernel computes the gate as it reads the rows."""
 
     linear: _Linear
+    activation: Activation
     default: DefaultConfig
 
     def __call__(self, x: Tensor, /) -> Tensor:
         linear = self.linear
         config = choose(f"gated_{linear.op}", x, linear.weight, self.default)
         if config != NO_KERNEL:
-            return multiply(x, linear.weight, linear.bias, config, is_gated=True)
-        return linear(silu_and_mul_triton(x))
+            return multiply(x, linear.weight, linear.bias, config, activation=self.activation)
+        return linear(gate_and_mul_triton(x, self.activation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,9 @@ class _Maker:
     def __call__(self, weight: Tensor, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
         prepared = self.prepare(weight)
         if use.is_deterministic:
-            return FixedLinear(prepared, bias, use.is_gated)
+            return FixedLinear(prepared, bias, use.activation)
         linear = _Linear(self.op, prepared, bias, self.default)
-        return _GatedLinear(linear, self.default_gated) if use.is_gated else linear
+        return _GatedLinear(linear, use.activation, self.default_gated) if use.activation else linear
 
 
 def library(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:

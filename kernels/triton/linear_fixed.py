@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from ..gate_and_mul import Activation
 from .configs import num_processors
+from .gate_and_mul import gate_and_mul_triton
 from .product import Config, Weight, multiply
-from .silu_and_mul import silu_and_mul_triton
 
 SPLIT_INPUTS = 1024
 
@@ -39,10 +40,10 @@ class FixedLinear:
 
     weight: Weight
     bias: Tensor | None
-    is_gated: bool
+    activation: Activation
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        x = silu_and_mul_triton(x) if self.is_gated else x
+        x = gate_and_mul_triton(x, self.activation) if self.activation else x
         out_size, in_size = self.weight.sizes
         config = fixed_config(in_size, x.dtype.itemsize)
         tiles = triton.cdiv(len(x), config.rows) * triton.cdiv(out_size, config.outputs)

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gate_and_mul import Activation
 from .configs import IS_INTERPRETED, remembered, tuned
 from .dependent_launch import await_previous, dependent_launch
-from .silu_and_mul import gate
+from .gate_and_mul import gate
 
 REDUCED = 1024  # sums that a program adds up
 LINE_BYTES = tl.constexpr(128)  # of the level-2 cache
@@ -85,11 +86,17 @@ def _choose(
 
 
 def multiply(
-    x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, is_gated: bool = False, adds_up: bool = False
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    config: Config,
+    *,
+    activation: Activation = "",
+    adds_up: bool = False,
 ) -> Tensor:
     """x · weightᵀ + bias, accumulated in float32.
 
-    x        [rows, in]; if gated [rows, 2 * in], to which `silu_and_mul` is applied first
+    x        [rows, in]; if gated [rows, 2 * in], to which `gate_and_mul` is applied first
     bias     [out], x's dtype, or None
     adds_up  each program computes all splits and adds them up, in the order in which another launch would
     return   [rows, out], x's dtype
@@ -119,7 +126,7 @@ def multiply(
         INPUTS=config.inputs,
         SPLITS=splits // programs,
         IS_EVEN=in_size % config.inputs == 0,
-        IS_GATED=is_gated,
+        ACTIVATION=activation,
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -148,7 +155,7 @@ def _multiply(
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,7 +166,7 @@ def _multiply(
     # Beyond the last row and output the last one is read again, so that loads need no mask; it is not stored.
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     read_output = tl.minimum(output, out_size - 1).to(tl.int64)
-    x_width = 2 * in_size if IS_GATED else in_size
+    x_width = 2 * in_size if ACTIVATION != "" else in_size
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + read_output)[:, None]
     if PDL:
@@ -176,9 +183,9 @@ def _multiply(
             x_places = x_ptr + read_row[:, None] * x_width + inputs[None, :]
             weight = _load(weight_places, inputs, in_size, IS_EVEN)
             x = _load(x_places, inputs, in_size, IS_EVEN)
-            if IS_GATED:
+            if ACTIVATION != "":
                 up = _load(x_places + in_size, inputs, in_size, IS_EVEN)
-                x = gate(x.to(tl.float32), up.to(tl.float32)).to(x_ptr.dtype.element_ty)
+                x = gate(x.to(tl.float32), up.to(tl.float32), ACTIVATION).to(x_ptr.dtype.element_ty)
             if UPCAST:
                 weight, x = weight.to(tl.float32), x.to(tl.float32)
             else:

@@ -10,10 +10,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..linear import LinearMaker, Use
+from ..linear import GATED, LinearMaker, Use
 from ..paged import AttentionPlan, PagedKV
 from ..row_sampling import allocate_sampled
 from .dependent_launch import OFF
+from .gate_and_mul import gate_and_mul_triton
 from .inputs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -30,7 +31,6 @@ from .product import NO_KERNEL
 from .rms_norm import rms_norm_triton
 from .rope_and_store_kv import rope_and_store_kv_triton
 from .row_sampling import sample_rows_triton
-from .silu_and_mul import silu_and_mul_triton
 from .timing import num_copies
 
 Call: TypeAlias = Callable[[], object]
@@ -93,13 +93,13 @@ def product_spaces(model: ModelShape, op: str, make: LinearMaker, batches: Seque
             shape = f"{model.name} {name}, {rows} rows"
             yield Space(f"{op}, {shape}", op, partial(_product, rows, sizes, make, Use()))
             if name == "down" and rows <= BATCHES[-1]:
-                work = partial(_product, rows, sizes, make, Use(is_gated=True))
+                work = partial(_product, rows, sizes, make, GATED)
                 yield Space(f"gated_{op}, {shape}", f"gated_{op}", work)
 
 
 def _product(rows: int, sizes: tuple[int, int], make: LinearMaker, use: Use, device: torch.device) -> Work:
     out_size, in_size = sizes
-    x = normal(rows, in_size * (2 if use.is_gated else 1), dtype=torch.bfloat16, device=device)
+    x = normal(rows, in_size * (2 if use.activation else 1), dtype=torch.bfloat16, device=device)
     calls: list[Callable[[], Tensor]] = []
     for _ in range(num_copies(2 * out_size * in_size)):
         weight = normal(out_size, in_size, dtype=torch.bfloat16, device=device)
@@ -172,7 +172,7 @@ def _launches(model: ModelShape, rows: int, device: torch.device) -> Work:
     inputs, gate_ups = _copies(rows, model.hidden_size, device), _copies(rows, 2 * model.ffn_size, device)
 
     def call(x: Tensor, gate_up: Tensor) -> Tensor:
-        silu_and_mul_triton(gate_up)
+        gate_and_mul_triton(gate_up)
         return rms_norm_triton(x, weight, EPS)
 
     calls = [partial(call, *each) for each in zip(inputs, gate_ups, strict=False)]
@@ -181,7 +181,7 @@ def _launches(model: ModelShape, rows: int, device: torch.device) -> Work:
 
 def layer_spaces(model: ModelShape, rows: tuple[int, int] = ROWS) -> Iterator[Space]:
     yield Space(f"rms_norm, {model.name}", "rms_norm", partial(_norm, model.hidden_size, rows))
-    yield Space(f"silu_and_mul, {model.name}", "silu_and_mul", partial(_gate, 2 * model.ffn_size, rows))
+    yield Space(f"gate_and_mul, {model.name}", "gate_and_mul", partial(_gate, 2 * model.ffn_size, rows))
     yield Space(f"rope_and_store_kv, {model.name}", "rope_and_store_kv", partial(_rope, model, rows[0]))
 
 
@@ -193,7 +193,7 @@ def _norm(size: int, rows: Sequence[int], device: torch.device) -> Work:
 
 
 def _gate(size: int, rows: Sequence[int], device: torch.device) -> Work:
-    calls = [[partial(silu_and_mul_triton, x) for x in _copies(count, size, device)] for count in rows]
+    calls = [[partial(gate_and_mul_triton, x) for x in _copies(count, size, device)] for count in rows]
     return Work(calls, calls[0][0])
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagoda_server.kernels.gate_and_mul import gate_and_mul
 from pagoda_server.kernels.linear_int4 import (
     WEIGHT_GROUP,
     Int4Weight,
@@ -13,7 +14,6 @@ from pagoda_server.kernels.linear_int4 import (
     linear_int4_native,
 )
 from pagoda_server.kernels.linear_int8 import quantize_rows
-from pagoda_server.kernels.silu_and_mul import silu_and_mul
 from tests.kernels.products import gated
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
@@ -63,7 +63,7 @@ def test_only_activations_are_rounded(in_size: int, out_size: int, has_bias: boo
 
 def test_what_is_gated_is_rounded_once() -> None:
     weight, x = random_weight(20, 96), torch.randn(5, 192).bfloat16()
-    exact = restored(silu_and_mul(x.float())) @ weight.dequantize().double().T
+    exact = restored(gate_and_mul(x.float())) @ weight.dequantize().double().T
     product = gated(linear_int4)(weight, None)(x)
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.double(), exact, atol=1e-3, rtol=0.004)

@@ -177,11 +177,14 @@ struct Subject {
     bool has_matrix_unit() const { return std::strcmp(ops.name, "amx") == 0; }
 };
 
-inline double silu(double x) { return x / (1 + std::exp(-x)); }
+inline double activate(Activation activation, double x) {
+    double y = activation == Activation::silu ? x : std::sqrt(8 / M_PI) * (x + 0.044715 * x * x * x);
+    return x / (1 + std::exp(-y));
+}
 
 using Test = Findings(const Subject&);
 
-Test test_rms_norm, test_silu_and_mul, test_rope_and_store_kv, test_argmax, test_argmax_of_masked_rows, test_mask_rows;
+Test test_rms_norm, test_gate_and_mul, test_rope_and_store_kv, test_argmax, test_argmax_of_masked_rows, test_mask_rows;
 Test test_draw, test_unsure_draws;
 Test test_decode_attention, test_attention_of_few_queries, test_prefill_attention;
 Test test_int8_exactly, test_int8, test_int8_of_odd_rows, test_embedding_int8, test_int4_exactly, test_int4, test_whole;

@@ -21,7 +21,7 @@ uint16_t fp16(int whole, int exponent) {  // whole * 2^exponent, |whole| below 2
 
 struct Shape {
     int64_t rows, in, out;
-    bool is_gated = false;
+    Activation activation = Activation::none;
 };
 
 std::vector<Shape> shapes(int64_t multiple_of) {
@@ -32,7 +32,8 @@ std::vector<Shape> shapes(int64_t multiple_of) {
 }
 
 std::vector<Shape> plain_and_gated(std::vector<Shape> shapes) {
-    for (size_t i = shapes.size(); i-- > 0;) shapes.push_back({shapes[i].rows, shapes[i].in, shapes[i].out, true});
+    for (size_t i = shapes.size(); i-- > 0;)
+        shapes.push_back({shapes[i].rows, shapes[i].in, shapes[i].out, i % 4 ? Activation::silu : Activation::gelu});
     return shapes;
 }
 
@@ -171,7 +172,7 @@ template <typename SomeWeight>
 class Product {
 public:
     Product(const Subject& on, const Shape& shape, Random& random)
-        : shape(shape), x(on.dtype, shape.rows * shape.in * (shape.is_gated ? 2 : 1), random, 2.0), bias(on.dtype, shape.out, random),
+        : shape(shape), x(on.dtype, shape.rows * shape.in * (shape.activation != Activation::none ? 2 : 1), random, 2.0), bias(on.dtype, shape.out, random),
           weight(on, this->shape, random), on_(on), out_dtype_(shape.rows % 3 == 1 ? Dtype::float32 : on.dtype),
           out_(out_dtype_, shape.rows * shape.out) {}
 
@@ -181,7 +182,7 @@ public:
 
     double input(int64_t row, int64_t i) const { return inputs_[row * shape.in + i]; }
 
-    void set_input(int64_t row, int64_t i, double value) { x.set(row * shape.in * (shape.is_gated ? 2 : 1) + i, value); }
+    void set_input(int64_t row, int64_t i, double value) { x.set(row * shape.in * (shape.activation != Activation::none ? 2 : 1) + i, value); }
 
     double exact(int64_t row, int64_t column) const {
         double sum = bias.at(column);
@@ -223,7 +224,7 @@ private:
         for (int64_t row = 0; row < shape.rows; row++) {
             const int64_t first = row * shape.in;
             for (int64_t i = 0; i < shape.in; i++)
-                inputs_.push_back(shape.is_gated ? silu(x.at(2 * first + i)) * x.at(2 * first + shape.in + i) : x.at(first + i));
+                inputs_.push_back(shape.activation != Activation::none ? activate(shape.activation, x.at(2 * first + i)) * x.at(2 * first + shape.in + i) : x.at(first + i));
             for (int64_t group = 0; group < shape.in; group += GROUP) {
                 double low = group + GROUP > shape.in ? 0 : INFINITY, high = -low;  // padded with zeros
                 for (int64_t i = group; i < std::min(shape.in, group + GROUP); i++) {
@@ -239,7 +240,7 @@ private:
 
     void multiply(ThreadPool& pool, int64_t row, int64_t rows, Tensor& to) {
         LinearArgs args{};
-        args.x = x.data(row * shape.in * (shape.is_gated ? 2 : 1));
+        args.x = x.data(row * shape.in * (shape.activation != Activation::none ? 2 : 1));
         args.weight = weight.packed();
         args.scales = weight.scales();
         args.bias = bias.data();
@@ -248,7 +249,7 @@ private:
         args.rows = rows;
         args.in = shape.in;
         args.out_size = shape.out;
-        args.is_gated = shape.is_gated;
+        args.activation = shape.activation;
         weight.multiply(pool, args);
     }
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagoda_server.kernels.triton.silu_and_mul import silu_and_mul_triton
+from pagoda_server.kernels.triton.gate_and_mul import gate_and_mul_triton
 from tests.kernels.triton.device import DEVICE
 
 pytestmark = pytest.mark.simulated
@@ -17,7 +17,7 @@ def test_the_second_half_is_gated_by_the_first(dtype: torch.dtype, rows: int, si
     gate_up = (torch.randn(rows, 2 * size, device=DEVICE) * 4).to(dtype)
     before = gate_up.clone()
     gate, up = gate_up.double().chunk(2, dim=-1)
-    gated = silu_and_mul_triton(gate_up)
+    gated = gate_and_mul_triton(gate_up)
     assert gated.dtype == dtype
     assert torch.equal(gate_up, before)
     expected = gate * torch.sigmoid(gate) * up
@@ -27,6 +27,6 @@ def test_the_second_half_is_gated_by_the_first(dtype: torch.dtype, rows: int, si
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_gates_far_from_zero_neither_overflow_nor_vanish() -> None:
     gate_up = torch.tensor([[-1000.0, -90.0, 1000.0, torch.nan, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
-    gated = silu_and_mul_triton(gate_up)[0].tolist()
+    gated = gate_and_mul_triton(gate_up)[0].tolist()
     assert gated[:3] == [0.0, pytest.approx(0.0, abs=1e-30), 2000.0]
     assert gated[3] != gated[3]

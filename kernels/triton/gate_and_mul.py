@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..gate_and_mul import Activation
 from .configs import tuned
 from .dependent_launch import await_previous, dependent_launch
 
@@ -22,18 +23,19 @@ class Config:
 DEFAULT = Config(block=1024, num_warps=4)
 
 
-def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
-    """`silu_and_mul` in one pass."""
+def gate_and_mul_triton(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """`gate_and_mul` in one pass."""
     rows, width = gate_up.shape
     size = width // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        config = tuned("silu_and_mul", f"{size}", DEFAULT)
-        _silu_and_mul[(rows, triton.cdiv(size, config.block))](
+        config = tuned("gate_and_mul", f"{size}", DEFAULT)
+        _gate_and_mul[(rows, triton.cdiv(size, config.block))](
             gate_up.contiguous(),
             out,
             SIZE=size,
             BLOCK=config.block,
+            ACTIVATION=activation,
             num_warps=config.num_warps,
             **dependent_launch(),
         )
@@ -41,13 +43,19 @@ def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def gate(gate_value, up):
-    """silu(gate) · up, of float32."""
-    return gate_value / (1 + tl.exp(-gate_value)) * up
+def gate(gate_value, up, ACTIVATION: tl.constexpr):
+    """activation(gate) · up, of float32."""
+    if ACTIVATION == "silu":
+        exponent = gate_value
+    else:
+        exponent = 1.5957691216 * (gate_value + 0.044715 * gate_value * gate_value * gate_value)
+    return gate_value / (1 + tl.exp(-exponent)) * up
 
 
 @triton.jit
-def _silu_and_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_and_mul(
+    gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -55,4 +63,4 @@ def _silu_and_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     gate_ptr = gate_up_ptr + row * 2 * SIZE + columns
     gate_value = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + SIZE, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + columns, gate(gate_value, up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * SIZE + columns, gate(gate_value, up, ACTIVATION).to(out_ptr.dtype.element_ty), mask=inside)
