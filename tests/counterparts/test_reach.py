@@ -69,7 +69,7 @@ def test_what_is_no_line_of_the_shell_names_what_exists() -> None:
     for declared in ("func (c *Client) Stream(", "func Message(", ") Next() bool", ") Text() string"):
         assert declared in go
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert {"cpu", "metrics"} == set(re.findall(r"--profile (\w+)", told["a dashboard"]))
+    assert {"cpu", "metrics"} == set(re.findall(r"--profile (\w+)", told["Grafana"]))
     assert compose["grafana"]["profiles"] == compose["prometheus"]["profiles"] == ["metrics"]
     for method in re.findall(r"\.(\w+)\(", told["Go"]):
         assert re.search(rf"func .*\b{method}\(", go) or method == "Print"
