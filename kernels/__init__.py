@@ -5,8 +5,8 @@ from .backend import UNQUANTIZED, Backend
 from .copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from .embedding import Embedding
 from .gate_and_mul import Activation
+from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import GATED, HEAD, PLAIN, Linear, Use, is_compiled_whole
-from .linear_int4 import Int4Weight
 from .linear_quantized import has_native_int8_weight
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from .paged import AttentionPlan, PagedKV
@@ -26,6 +26,7 @@ from .sample import Draws
 __all__ = [
     "GATED",
     "HEAD",
+    "INT4",
     "MAX_TOP_LOGPROBS",
     "PLAIN",
     "UNQUANTIZED",
@@ -34,8 +35,9 @@ __all__ = [
     "Backend",
     "Draws",
     "Embedding",
+    "GroupedFormat",
+    "GroupedWeight",
     "HeadNorms",
-    "Int4Weight",
     "Linear",
     "LogitAdjustments",
     "PagedKV",

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
 from .embedding import Embedding, embedding, embedding_native
+from .grouped_weight import GroupedFormat
 from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native
-from .linear_int4 import linear_int4, linear_int4_native
+from .linear_grouped import linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
 from .linear_int8 import linear_int8, linear_int8_native
 from .linear_quantized import linear_fp8_weight, linear_int8_weight, linear_int8_weight_native
 from .paged import AttentionPlan, PagedKV
@@ -77,9 +78,10 @@ class Backend:
 
     embedding    its result has the dtype of the residual stream: the table's, or float32
     makers       make the products of weights in each format; REFERENCE has all formats
+    multiplies   whether products in int4 take a weight in this format
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
-    weights           the format that a model's matrices get; int4: those that the checkpoint has in 4 bits, others int8
+    weights           the format that a model's matrices get; int4: those that `keeps` names as they are, others int8
     is_deterministic  a token's logits depend on the tokens before it alone, to the last bit: not on the batch, on how
                       the prompt was cut, or on what was cached
 
@@ -100,6 +102,7 @@ class Backend:
     likeliest_if_drawn: Callable[[Tensor, Draws], Tensor]
     most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows, Verified | None], None]
+    multiplies: Callable[[GroupedFormat], bool] = multiplies_all
     is_compiled: bool = False
     looks_up_rotations: bool = False
     weights: str = UNQUANTIZED
@@ -109,6 +112,10 @@ class Backend:
         """The name, then what differs from the default: `native-int8-deterministic`."""
         weights = () if self.weights == UNQUANTIZED else (self.weights,)
         return "-".join((self.name, *weights, *(("deterministic",) if self.is_deterministic else ())))
+
+    def keeps(self, form: GroupedFormat | None) -> bool:
+        """Whether `linear` takes a `GroupedWeight` of this format; None: a weight that is not in groups."""
+        return self.weights == "int4" and form is not None and self.multiplies(form)
 
     def linear(self, weight: Any, bias: Tensor | None, use: Use = PLAIN) -> Linear:
         """Make a product with a weight, which gets this backend's format."""
@@ -128,7 +135,7 @@ REFERENCE = Backend(
         UNQUANTIZED: linear,
         "int8": linear_int8,
         "int8-weight": linear_int8_weight,
-        "int4": linear_int4,
+        "int4": linear_grouped,
         "fp8": linear_fp8_weight,
     },
     rms_norm=rms_norm,
@@ -166,7 +173,7 @@ NATIVE = Backend(
         UNQUANTIZED: linear_native,
         "int8": linear_int8_native,
         "int8-weight": linear_int8_weight_native,
-        "int4": linear_int4_native,
+        "int4": linear_grouped_native,
     },
     rms_norm=rms_norm_native,
     add=add_native,
@@ -178,5 +185,6 @@ NATIVE = Backend(
     likeliest_if_drawn=likeliest_if_drawn_native,
     most_likely_allowed=most_likely_allowed_native,
     sample_rows=sample_rows,
+    multiplies=multiplies_native,
     is_compiled=True,
 )

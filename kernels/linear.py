@@ -44,8 +44,8 @@ PLAIN, GATED, HEAD = Use(), Use("silu"), Use(is_head=True)
 class LinearMaker(Protocol):
     """Makes a product with a fixed weight in one format. Its reference is the function of that format in kernels/.
 
-    weight  [out, in]: a Tensor, or an Int4Weight if the format is int4; the caller keeps no reference to it, so that
-            another layout may replace it
+    weight  [out, in]: a Tensor, or a GroupedWeight of a format that the backend keeps; the caller keeps no reference to
+            it, so that another layout may replace it
     bias    [out] or None
     """
 

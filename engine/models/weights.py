@@ -1,6 +1,6 @@
 """The weights of a model: read from safetensors files one tensor at a time, and turned at once into what computes.
 
-Weights that the checkpoint holds in 4 bits (checkpoints/grouped_weights.py) stay in 4 bits if the backend takes them.
+Weights that the checkpoint holds in groups (checkpoints/grouped_weights.py) stay in groups if the backend takes them.
 Otherwise they are dequantized.
 """
 
@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...checkpoints.folder import quoted, read_json_object
-from ...checkpoints.grouped_weights import GROUP_SIZE, MINIMUMS, SCALES, VALUES, quantized_names
+from ...checkpoints.grouped_weights import MINIMUMS, SCALES, VALUES, quantized_names
 from ...checkpoints.progress import Progress, no_progress
-from ...kernels import HEAD, PLAIN, Backend, Int4Weight, Linear, Use
+from ...kernels import HEAD, INT4, PLAIN, Backend, GroupedFormat, GroupedWeight, Linear, Use
 from ..core.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -36,8 +36,8 @@ FORMATS = {
 }
 VALUES_AT_ONCE = 1 << 20  # dequantized at a time: until the rows are in their place, a value takes some 12 bytes
 
-Weight = Tensor | Int4Weight
-Place = TypeVar("Place", Tensor, Int4Weight)
+Weight = Tensor | GroupedWeight
+Place = TypeVar("Place", Tensor, GroupedWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,10 @@ class Rows:
 
 
 class Tensors(Protocol):
-    """Where weights come from. `in_4_bits` names the weights that can fill an Int4Weight."""
+    """Where weights come from."""
 
-    in_4_bits: frozenset[str]
+    def format_of(self, name: str) -> GroupedFormat | None:
+        """The format of a weight that can fill a `GroupedWeight`; None for any other name."""
 
     def fill(self, place: Weight, name: str, rows: Rows) -> None: ...
 
@@ -95,11 +96,14 @@ class Checkpoint:
             with _opened(path) as file:
                 self._files |= dict.fromkeys(file.keys(), path)
             self._total += _data_bytes(path)
-        self.in_4_bits = frozenset(quantized_names(self._files))
+        self._in_groups = quantized_names(self._files)
+
+    def format_of(self, name: str) -> GroupedFormat | None:
+        return INT4 if name in self._in_groups else None
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a tensor; bfloat16 for one in 4 bits. Raises ConfigError as `fill` does."""
-        if name in self.in_4_bits:
+        """The dtype of a tensor; bfloat16 for one in groups. Raises ConfigError as `fill` does."""
+        if self.format_of(name) is not None:
             return torch.bfloat16
         with self._opened(name) as file:
             return _format(file, name)
@@ -109,14 +113,14 @@ class Checkpoint:
 
         Raises ConfigError if there is no such tensor, or if it has another shape or a format that is not supported.
         """
-        is_in_4_bits = name in self.in_4_bits
-        parts = [name + part for part in (VALUES, SCALES, MINIMUMS)] if is_in_4_bits else [name]
+        form = self.format_of(name)
+        parts = [name] if form is None else [name + part for part in (VALUES, SCALES, MINIMUMS)]
         # The file is opened for each tensor, because what was read of a mapped file stays resident until it is closed.
         with self._opened(*parts) as file:
-            if is_in_4_bits:
+            if form is not None:
                 values, *scales = (file.get_tensor(part) for part in parts)
                 scales = [rows.of(part).to(part.dtype) for part in scales]
-                weight: Weight = _int4(name, [rows.of(values, is_scaled=False), *scales])
+                weight: Weight = _grouped(name, form, [rows.of(values, is_scaled=False), *scales])
             else:
                 weight = rows.of(_whole(file, name))
             if list(weight.shape) != list(place.shape):
@@ -139,7 +143,8 @@ class Checkpoint:
 class RandomTensors:
     """Weights as an untrained model has them, drawn on their own device: for measurements."""
 
-    in_4_bits: frozenset[str] = frozenset()
+    def format_of(self, name: str) -> GroupedFormat | None:
+        return None
 
     def fill(self, place: Weight, name: str, rows: Rows) -> None:
         assert isinstance(place, Tensor)
@@ -170,7 +175,7 @@ class Weights:
         return self.ops.linear(self._stacked(rows, in_size), bias, use)
 
     def whole(self, rows: Rows, in_size: int) -> Tensor:
-        """A matrix [size, in_size], never in 4 bits."""
+        """A matrix [size, in_size], never in groups."""
         return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 
     def head(self, rows: Rows, hidden_size: int, tied_to: Tensor | None) -> Linear:
@@ -179,16 +184,16 @@ class Weights:
         return self.ops.linear(weight, None, HEAD)
 
     def _stacked(self, rows: Sequence[Rows], in_size: int) -> Weight:
-        """In 4 bits if that is the format of weights and all rows are."""
-        names = {f"{each.name}.weight" for each in rows}
+        """In groups if all rows are in one format, which the backend keeps."""
+        first, *others = {self._tensors.format_of(f"{each.name}.weight") for each in rows}
         out_size = sum(each.size for each in rows)
-        if self.ops.weights == "int4" and names <= self._tensors.in_4_bits:
-            if in_size % GROUP_SIZE:
+        if first is not None and not others and self.ops.keeps(first):
+            if in_size % first.group:
                 raise ConfigError(
-                    f"tensor {rows[0].name}.weight is in 4 bits, of which {GROUP_SIZE} inputs share a scale, but"
-                    f" config.json gives it {in_size} inputs: not a multiple of {GROUP_SIZE}"
+                    f"tensor {rows[0].name}.weight is in {first.bits} bits, of which {first.group} inputs share a"
+                    f" scale, but config.json gives it {in_size} inputs: not a multiple of {first.group}"
                 )
-            return self._filled(Int4Weight.allocate(out_size, in_size), rows, "weight")
+            return self._filled(GroupedWeight.allocate(first, out_size, in_size), rows, "weight")
         return self._filled(self._empty(out_size, in_size), rows, "weight")
 
     def _empty(self, *shape: int) -> Tensor:
@@ -214,18 +219,18 @@ def _whole(file: Any, name: str) -> Tensor:
     return tensor
 
 
-def _int4(name: str, parts: list[Tensor]) -> Int4Weight:
+def _grouped(name: str, form: GroupedFormat, parts: list[Tensor]) -> GroupedWeight:
     try:
-        return Int4Weight.of_parts(*parts)
+        return GroupedWeight.of_parts(form, *parts)
     except ValueError as error:
-        raise ConfigError(f"tensor {name} is in 4 bits, but {error}") from None
+        raise ConfigError(f"tensor {name} is in {form.bits} bits, but {error}") from None
 
 
 def _copy(weight: Weight, place: Weight) -> None:
     if isinstance(weight, Tensor):
         assert isinstance(place, Tensor)
         place.copy_(weight)
-    elif isinstance(place, Int4Weight):
+    elif isinstance(place, GroupedWeight):
         place.copy_(weight)
     else:
         rows = max(1, VALUES_AT_ONCE // place.shape[1])

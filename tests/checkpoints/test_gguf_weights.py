@@ -17,7 +17,7 @@ from pagoda_server.checkpoints import CheckpointError, gguf_file
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.grouped_weights import write_dequantized
 from pagoda_server.checkpoints.progress import no_progress
-from pagoda_server.kernels import Int4Weight
+from pagoda_server.kernels import INT4, GroupedWeight
 from tests.checkpoints.tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
 
 
@@ -122,7 +122,7 @@ def test_rows_of_4_bits_keep_their_nibbles(family: str, kind: gguf.GGMLQuantizat
             expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(original.numpy(), kind), kind))
             assert torch.equal(whole[name], expected), name
             parts = stored[name + ".values"], stored[name + ".scales"], stored[name + ".minimums"]
-            assert torch.equal(Int4Weight(*parts).dequantize(), expected), name
+            assert torch.equal(GroupedWeight(INT4, *parts).dequantize(), expected), name
         else:
             assert torch.equal(whole[name], original), name
     assert AutoConfig.from_pretrained(folder).quantization_config["quant_method"] == "pagoda"

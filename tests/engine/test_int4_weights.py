@@ -20,10 +20,10 @@ from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
 from pagoda_server.engine.models.weights import Checkpoint, Rows
 from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype
-from pagoda_server.kernels import PLAIN, UNQUANTIZED, Backend, Int4Weight, Linear, Use, has_native
+from pagoda_server.kernels import INT4, PLAIN, UNQUANTIZED, Backend, GroupedWeight, Linear, Use, has_native
 from pagoda_server.kernels.backend import REFERENCE
 from pagoda_server.kernels.linear import linear
-from pagoda_server.kernels.linear_int4 import linear_int4
+from pagoda_server.kernels.linear_grouped import linear_grouped
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, step_logits
 
@@ -34,8 +34,8 @@ VALUE_PROJECTION = "model.layers.1.self_attn.v_proj.weight"
 def reference_int4() -> Backend:
     """The reference, with matrices as they are where the checkpoint does not have them in 4 bits."""
 
-    def make(weight: Tensor | Int4Weight, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
-        return (linear_int4 if isinstance(weight, Int4Weight) else linear)(weight, bias, use)  # type: ignore[operator]
+    def make(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
+        return (linear_grouped if isinstance(weight, GroupedWeight) else linear)(weight, bias, use)  # type: ignore[operator]
 
     return dataclasses.replace(REFERENCE, makers={"int4": make}, weights="int4")
 
@@ -63,7 +63,7 @@ def mixed(make: Callable[..., Path]) -> Path:
     folder = make()
     tensors = load_file(folder / "model.safetensors")
     parts = [tensors.pop(f"{VALUE_PROJECTION}.{part}") for part in ("values", "scales", "minimums")]
-    tensors[VALUE_PROJECTION] = Int4Weight(*parts).dequantize()
+    tensors[VALUE_PROJECTION] = GroupedWeight(INT4, *parts).dequantize()
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -94,12 +94,12 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return found
 
 
-def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[str, Tensor | Int4Weight]:
+def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[str, Tensor | GroupedWeight]:
     """Return the tensors that a model is loaded from, by their names in the checkpoint."""
-    filled: dict[str, Tensor | Int4Weight] = {}
+    filled: dict[str, Tensor | GroupedWeight] = {}
     fill = Checkpoint.fill
 
-    def remember(self: Checkpoint, place: Tensor | Int4Weight, name: str, rows: Rows) -> None:
+    def remember(self: Checkpoint, place: Tensor | GroupedWeight, name: str, rows: Rows) -> None:
         fill(self, place, name, rows)
         filled[name] = place
 
@@ -114,7 +114,7 @@ def test_rows_in_4_bits_are_ordered_and_multiplied_as_whole_ones_are(whole: Path
     size, in_size = load_file(tmp_path / "model.safetensors")[VALUE_PROJECTION].shape
     name = VALUE_PROJECTION.removesuffix(".weight")
     rows = Rows(name, size, torch.arange(size).flip(0), torch.linspace(0.5, 2, size))
-    kept, expected = Int4Weight.allocate(size, in_size), torch.empty(size, in_size)
+    kept, expected = GroupedWeight.allocate(INT4, size, in_size), torch.empty(size, in_size)
     Checkpoint(whole).fill(kept, VALUE_PROJECTION, rows)
     Checkpoint(tmp_path).fill(expected, VALUE_PROJECTION, rows)
     torch.testing.assert_close(kept.dequantize().float(), expected, rtol=2**-8, atol=5e-4)
@@ -146,7 +146,7 @@ def test_a_merged_weight_is_kept_if_all_its_parts_are_in_4_bits(mixed: Path) -> 
     kept = {
         name
         for name, place in parameters(mixed, torch.bfloat16, keeps_int4=True).items()
-        if isinstance(place, Int4Weight)
+        if isinstance(place, GroupedWeight)
     }
     second = [name for name in kept if ".layers.1." in name]
     assert VALUE_PROJECTION not in kept

@@ -7,7 +7,7 @@ import torch
 from pagoda_server.checkpoints.folder import CheckpointError, check_folder
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models.weights import Checkpoint, Rows
-from pagoda_server.kernels import Int4Weight
+from pagoda_server.kernels import INT4, GroupedWeight
 from tests.fuzz.common import check_line, folder_of
 
 CONFIG = b'{"model_type": "llama"}'
@@ -23,8 +23,9 @@ def check(data: bytes) -> bool:
             return False
         try:
             checkpoint = Checkpoint(folder)
-            is_in_4_bits = NAME in checkpoint.in_4_bits
-            places = [torch.empty(2, 32, dtype=torch.bfloat16), *([Int4Weight.allocate(2, 32)] if is_in_4_bits else [])]
+            is_in_groups = checkpoint.format_of(NAME) is not None
+            kept = [GroupedWeight.allocate(INT4, 2, 32)] if is_in_groups else []
+            places = [torch.empty(2, 32, dtype=torch.bfloat16), *kept]
             for place in places:
                 checkpoint.dtype_of(NAME)
                 checkpoint.fill(place, NAME, Rows(NAME, place.shape[0], torch.tensor([1, 0]), 0.5))

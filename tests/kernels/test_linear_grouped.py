@@ -1,4 +1,4 @@
-"""Products with 4-bit weights: compiled code against the reference, and the error against the unquantized product."""
+"""Products of weights in groups: compiled code against the reference, and the error against the unquantized product."""
 
 from __future__ import annotations
 
@@ -7,24 +7,45 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels.gate_and_mul import gate_and_mul
-from pagoda_server.kernels.linear_int4 import (
-    WEIGHT_GROUP,
-    Int4Weight,
-    linear_int4,
-    linear_int4_native,
-)
+from pagoda_server.kernels.grouped_weight import INT4, GroupedFormat, GroupedWeight
+from pagoda_server.kernels.linear_grouped import linear_grouped, linear_grouped_native, multiplies_native
 from pagoda_server.kernels.linear_int8 import quantize_rows
 from tests.kernels.products import gated
 
 compiled = pytest.mark.usefixtures("each_instruction_set")
 
+UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the distances of IQ4_NL
+FORMATS = {
+    "4 bits": INT4,
+    "4 bits of a table": GroupedFormat(table=UNEVEN),
+    "4 bits about zero": GroupedFormat(table=tuple(range(-8, 8))),
+    "5 bits": GroupedFormat(5),
+    "5 bits above a minimum": GroupedFormat(5, has_minimum=True),
+    "6 bits": GroupedFormat(6, 16),
+    "8 bits": GroupedFormat(8),
+}
+all_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+compiled_formats = pytest.mark.parametrize(
+    "form", [form for form in FORMATS.values() if multiplies_native(form)], ids=str
+)
 
-def random_weight(out_size: int, in_size: int) -> Int4Weight:
-    weight = Int4Weight.allocate(out_size, in_size)
-    weight.values.random_(0, 256)
-    weight.scales.normal_(0, 0.2)  # of either sign, as files have them
-    weight.minimums.normal_(-1, 0.5)
+
+def random_weight(out_size: int, in_size: int, form: GroupedFormat = INT4) -> GroupedWeight:
+    weight = GroupedWeight.allocate(form, out_size, in_size)
+    lowest, end = limits_of(form)
+    weight.values.random_(lowest, end)
+    weight.scales.normal_(0, 3 / (end - lowest) ** 0.5)  # of either sign, as files have them
+    if weight.minimums is not None:
+        weight.minimums.normal_(-1, 0.5)
     return weight
+
+
+def limits_of(form: GroupedFormat) -> tuple[int, int]:
+    """The range of stored values, without its end."""
+    if form.bits in (4, 8):
+        return (0, 256) if form.bits == 4 else (-128, 128)
+    count = 1 << form.bits
+    return (0, count) if form.has_minimum else (-count // 2, count // 2)
 
 
 def restored(x: Tensor) -> Tensor:
@@ -34,7 +55,8 @@ def restored(x: Tensor) -> Tensor:
 
 
 def test_a_group_holds_its_first_half_in_low_nibbles() -> None:
-    weight = Int4Weight(
+    weight = GroupedWeight(
+        INT4,
         torch.full((1, 1, 16), 0xA3, dtype=torch.uint8),
         torch.tensor([[0.5]], dtype=torch.float16),
         torch.tensor([[-4.0]], dtype=torch.float16),
@@ -43,50 +65,64 @@ def test_a_group_holds_its_first_half_in_low_nibbles() -> None:
     assert weight.dequantize().tolist() == [[-2.5] * 16 + [1.0] * 16]
 
 
-def test_rows_split_off_are_views() -> None:
-    weight = random_weight(6, 64)
+def test_a_table_gives_codes_their_values() -> None:
+    weight = GroupedWeight(
+        GroupedFormat(table=UNEVEN),
+        torch.full((1, 1, 16), 0xF1, dtype=torch.uint8),
+        torch.tensor([[-0.5]], dtype=torch.float16),
+    )
+    assert weight.dequantize().tolist() == [[52.0] * 16 + [-56.5] * 16]
+
+
+@all_formats
+def test_rows_split_off_are_views(form: GroupedFormat) -> None:
+    weight = random_weight(6, 64, form)
     upper, lower = weight.split([2, 4])
     assert torch.equal(lower.dequantize(), weight.dequantize()[2:])
-    lower.copy_(random_weight(4, 64))
+    lower.copy_(random_weight(4, 64, form))
     assert torch.equal(lower.dequantize(), weight.dequantize()[2:])
-    assert upper.nbytes + lower.nbytes == weight.nbytes == 6 * 2 * (16 + 2 + 2)
+    group_bytes = form.group // (2 if form.bits == 4 else 1) + (4 if form.has_minimum else 2)
+    assert upper.nbytes + lower.nbytes == weight.nbytes == 6 * 64 // form.group * group_bytes
+    assert torch.equal(weight.rows(torch.tensor([4, 0])).dequantize(), weight.dequantize()[[4, 0]])
 
 
+@all_formats
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("in_size", "out_size"), [(32, 1), (64, 32), (96, 29), (576, 100), (1536, 7)])
-def test_only_activations_are_rounded(in_size: int, out_size: int, has_bias: bool) -> None:
-    weight, x = random_weight(out_size, in_size), torch.randn(5, in_size) + 1
+def test_only_activations_are_rounded(form: GroupedFormat, in_size: int, out_size: int, has_bias: bool) -> None:
+    weight, x = random_weight(out_size, in_size, form), torch.randn(5, in_size) + 1
     bias = torch.randn(out_size) if has_bias else None
     exact = restored(x) @ weight.dequantize().double().T + (0 if bias is None else bias.double())
-    torch.testing.assert_close(linear_int4(weight, bias)(x).double(), exact, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(linear_grouped(weight, bias)(x).double(), exact, atol=1e-3, rtol=1e-5)
 
 
 def test_what_is_gated_is_rounded_once() -> None:
     weight, x = random_weight(20, 96), torch.randn(5, 192).bfloat16()
     exact = restored(gate_and_mul(x.float())) @ weight.dequantize().double().T
-    product = gated(linear_int4)(weight, None)(x)
+    product = gated(linear_grouped)(weight, None)(x)
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.double(), exact, atol=1e-3, rtol=0.004)
 
 
 def test_one_row_does_not_touch_the_precision_of_another() -> None:
     weight, x = random_weight(40, 128), torch.randn(3, 128)
-    alone = linear_int4(weight, None)(x[1:2])
+    alone = linear_grouped(weight, None)(x[1:2])
     x[0] *= 1e6
-    assert torch.equal(linear_int4(weight, None)(x)[1:2], alone)
+    assert torch.equal(linear_grouped(weight, None)(x)[1:2], alone)
 
 
 @compiled
+@compiled_formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("in_size", "out_size"), [(64, 32), (32, 29), (576, 100), (96, 576)])
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 33, 97, 200])
 def test_compiled_products_are_those_of_the_reference(
-    dtype: torch.dtype, has_bias: bool, in_size: int, out_size: int, rows: int
+    form: GroupedFormat, dtype: torch.dtype, has_bias: bool, in_size: int, out_size: int, rows: int
 ) -> None:
-    x, weight = torch.randn(rows, in_size).to(dtype), random_weight(out_size, in_size)
+    x, weight = torch.randn(rows, in_size).to(dtype), random_weight(out_size, in_size, form)
     bias = torch.randn(out_size).to(dtype) if has_bias else None
-    product, expected = linear_int4_native(weight, bias)(x), linear_int4(weight, bias)(x)
+    product, expected = linear_grouped_native(weight, bias)(x), linear_grouped(weight, bias)(x)
     assert product.dtype == dtype
     # A value half-way between two steps may be rounded to either, which changes a product by a step times a weight.
     # The sums of a group's values, which are multiplied by the least of its activations, are packed in fp16.
@@ -101,7 +137,7 @@ def test_compiled_products_are_those_of_the_reference(
 @pytest.mark.parametrize("rows", [0, 1, 9, 97])
 def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, in_size: int, rows: int) -> None:
     x, weight = torch.randn(rows, 2 * in_size).to(dtype), random_weight(40, in_size)
-    product, expected = gated(linear_int4_native)(weight, None)(x), gated(linear_int4)(weight, None)(x)
+    product, expected = gated(linear_grouped_native)(weight, None)(x), gated(linear_grouped)(weight, None)(x)
     tolerance = 1e-4 if dtype == torch.float32 else 0.01  # a value between two steps may be rounded to either
     torch.testing.assert_close(product, expected, atol=0.04 * in_size**0.5, rtol=tolerance)
 
@@ -109,7 +145,7 @@ def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, 
 @compiled
 def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
     x, weight = torch.randn(203, 192).bfloat16(), random_weight(70, 192)
-    product = linear_int4_native(weight, None)
+    product = linear_grouped_native(weight, None)
     together = product(x)
     for rows in (1, 2, 5, 8, 31, 100):
         assert torch.equal(product(x[:rows]), together[:rows])
@@ -119,8 +155,8 @@ def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
 @compiled
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_gives_nan_and_leaves_the_others_alone(poison: float) -> None:
-    x, weight = torch.randn(20, 3 * WEIGHT_GROUP), random_weight(40, 3 * WEIGHT_GROUP)
-    product = linear_int4_native(weight, None)
+    x, weight = torch.randn(20, 3 * INT4.group), random_weight(40, 3 * INT4.group)
+    product = linear_grouped_native(weight, None)
     clean = product(x)
     x[3, -1] = poison
     broken = product(x)
