@@ -4,8 +4,10 @@ from .catalog import (
     DEFAULT_MODEL,
     AvailableModel,
     FoundModel,
+    accept_terms,
     find_model,
     list_models,
+    missing_terms,
     resolve,
 )
 from .files import verify
@@ -19,8 +21,10 @@ __all__ = [
     "FoundModel",
     "PrintedProgress",
     "Progress",
+    "accept_terms",
     "find_model",
     "list_models",
+    "missing_terms",
     "resolve",
     "verify",
 ]

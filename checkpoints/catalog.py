@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import default_model, synthetic
+from . import synthetic
 from .cache import Cache
 from .files import MANIFEST, read_manifest
 from .folder import CheckpointError, check_folder, obtain_hub_model, read_json_object
-from .gguf_import import obtain_gguf_model
+from .gguf_import import obtain_gguf_model, read_origin
+from .package_models import PACKAGE_MODELS, SMOLLM2, Terms, accept, has_accepted, obtain_package_model
 from .progress import Progress, no_progress
 
-DEFAULT_MODEL = default_model.NAME
+DEFAULT_MODEL = SMOLLM2.name
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LONGEST_SHOWN = 200
 
@@ -39,7 +40,7 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
 def find_model(model: str, progress: Progress | None = None) -> FoundModel:
     """Find a model's Hugging Face folder, importing the model first if necessary.
 
-    model   the default model's name, "synthetic", the name of an imported model, a folder, a .gguf file, or a name on
+    model   a name of PACKAGE_MODELS, "synthetic", the name of an imported model, a folder, a .gguf file, or a name on
             the Hugging Face Hub ("org/name")
 
     Raises CheckpointError if there is no such model, or if it is broken, unsupported or cannot be fetched.
@@ -51,8 +52,8 @@ def find_model(model: str, progress: Progress | None = None) -> FoundModel:
 
 
 def _find(model: str, cache: Cache, progress: Progress) -> FoundModel:
-    if model == default_model.NAME:
-        return FoundModel(model, default_model.obtain_default_model(cache, progress))
+    if model in PACKAGE_MODELS:
+        return FoundModel(model, obtain_package_model(PACKAGE_MODELS[model], cache, progress))
     if model == synthetic.NAME:
         return FoundModel(model, synthetic.obtain_synthetic_model(cache, progress))
     path = Path(os.path.expanduser(model))
@@ -68,8 +69,8 @@ def _find(model: str, cache: Cache, progress: Progress) -> FoundModel:
     if _HUB_NAME.fullmatch(model):
         return FoundModel(model, obtain_hub_model(model))
     raise CheckpointError(
-        f"there is no model {_shortened(model)}: give {DEFAULT_MODEL}, {synthetic.NAME}, a folder with config.json, "
-        "a .gguf file, or a name on the Hugging Face Hub such as org/name"
+        f"there is no model {_shortened(model)}: give {', '.join(PACKAGE_MODELS)}, {synthetic.NAME}, a folder "
+        "with config.json, a .gguf file, or a name on the Hugging Face Hub such as org/name"
     )
 
 
@@ -77,28 +78,62 @@ def _shortened(model: str) -> str:
     return repr(model if len(model) <= _LONGEST_SHOWN else f"{model[:_LONGEST_SHOWN]}…")
 
 
+def missing_terms(model: str) -> Terms | None:
+    """The terms of use that have to be accepted before this model is fetched."""
+    found = PACKAGE_MODELS.get(model)
+    return found.terms if found and found.terms and not has_accepted(found.terms, Cache.default()) else None
+
+
+def accept_terms(terms: Terms) -> None:
+    """Record that the user accepts these terms. Raises CheckpointError if the cache cannot be written."""
+    accept(terms, Cache.default())
+
+
 @dataclass(frozen=True, slots=True)
 class AvailableModel:
-    """A model available by name; `folder` and `size_bytes` (of its files) are None if its first use will import it."""
+    """A model available by name. What is not known of it is None.
+
+    format          of the file that it came from, such as "GGUF Q4_K_M"
+    parameters      their number
+    folder          None, as are `size_bytes` and `imported_s`, if the first use will import it
+    size_bytes      of its files here
+    imported_s      when it was imported, in seconds since 1970
+    download_bytes  what its import downloads
+    """
 
     name: str
     family: str
-    folder: Path | None
-    size_bytes: int | None
+    format: str | None = None
+    parameters: int | None = None
+    folder: Path | None = None
+    size_bytes: int | None = None
+    imported_s: float | None = None
+    download_bytes: int | None = None
 
 
 def list_models() -> list[AvailableModel]:
-    """The models that can be served by name: the default model, the synthetic model, and those in the cache."""
+    """The models that can be served by name: those of packages, the synthetic model, and others in the cache."""
     cache = Cache.default()
-    families = {default_model.NAME: default_model.FAMILY, synthetic.NAME: synthetic.FAMILY}
-    names = [*families, *(name for name in cache.published_names() if name not in families)]
-    return [_describe(name, families.get(name, ""), cache) for name in names]
+    names = [*PACKAGE_MODELS, synthetic.NAME]
+    return [_describe(name, cache) for name in [*names, *(n for n in cache.published_names() if n not in names)]]
 
 
-def _describe(name: str, family: str, cache: Cache) -> AvailableModel:
+def _describe(name: str, cache: Cache) -> AvailableModel:
     folder = cache.published(name)
     if folder is None:
-        return AvailableModel(name, family, None, None)
+        if model := PACKAGE_MODELS.get(name):
+            known = AvailableModel(name, model.family, model.format, model.parameters)
+            return replace(known, download_bytes=model.download_bytes)
+        return AvailableModel(name, synthetic.FAMILY)
     records = read_manifest(folder) or []
-    size_bytes = sum(record.size_bytes for record in records) + (folder / MANIFEST).stat().st_size
-    return AvailableModel(name, str(read_json_object(folder / "config.json")["model_type"]), folder, size_bytes)
+    manifest = (folder / MANIFEST).stat()
+    origin = read_origin(folder)
+    return AvailableModel(
+        name,
+        str(read_json_object(folder / "config.json")["model_type"]),
+        origin.format,
+        origin.parameters,
+        folder=folder,
+        size_bytes=sum(record.size_bytes for record in records) + manifest.st_size,
+        imported_s=manifest.st_mtime,
+    )

