@@ -174,15 +174,23 @@ class BlockTable(list[int]):
     A table only grows, so runners may extend their copies of it. A sequence that starts or gives up its blocks gets a
     new one. It is a list because every step reads the blocks of every running sequence.
 
+    windows        tables of the layers with sliding windows, if they have their own: one for each group of layers
     hashes         addresses of the full blocks that were hashed so far; kept while the sequence holds no blocks
     num_published  leading blocks that are shared or can be found by other sequences; they are never written to
     num_committed  leading tokens that committed steps computed; 0 until the first one since the sequence started
     """
 
-    __slots__ = ("hashes", "num_committed", "num_published")
+    __slots__ = ("hashes", "num_committed", "num_published", "windows")
 
-    def __init__(self, blocks: Iterable[int] = (), hashes: list[bytes] | None = None, num_published: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: Iterable[int] = (),
+        hashes: list[bytes] | None = None,
+        num_published: int = 0,
+        windows: Iterable[list[int]] = (),
+    ) -> None:
         super().__init__(blocks)
+        self.windows = tuple(windows)
         self.hashes = [] if hashes is None else hashes
         self.num_published = num_published
         self.num_committed = 0

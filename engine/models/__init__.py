@@ -32,11 +32,11 @@ from ...checkpoints.progress import Progress, no_progress
 from ...kernels import Backend
 from ..core.errors import ConfigError
 from .config import ConfigFile, ModelConfig
-from .decoder import Decoder, Embedded, StepInputs
+from .decoder import Decoder, Embedded, GroupInputs, StepInputs
 from .families import FAMILIES, Family
 from .weights import Checkpoint, RandomTensors, Weights
 
-__all__ = ["FAMILIES", "Decoder", "Embedded", "ModelConfig", "StepInputs", "load_model", "read_config"]
+__all__ = ["FAMILIES", "Decoder", "Embedded", "GroupInputs", "ModelConfig", "StepInputs", "load_model", "read_config"]
 
 
 def read_config(folder: Path) -> ModelConfig:

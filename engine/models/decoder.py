@@ -18,20 +18,32 @@ EMBEDDING = "model.embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """What a step gives to the layers that share block tables.
+
+    slots      [num_tokens] int64, where each token's key and value are stored; -1: nowhere
+    attention  which tokens see which slots: a plan for each sliding window of these layers
+    """
+
+    slots: Tensor
+    attention: Mapping[int | None, AttentionPlan]
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """The packed tokens of several sequences, and everything else that a model needs to compute one step.
 
     token_ids, positions  [num_tokens] int64
-    slots                 [num_tokens] int64, where each token's key and value are stored; -1: nowhere
     logit_rows            [num_logits] int64, the tokens after which the next one is wanted; None: all
-    attention             which tokens see which slots: a plan for each sliding window in `ModelConfig.windows`
+    groups                what differs between the groups of layers
+    group_of              each layer's group
     """
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
     logit_rows: Tensor | None
-    attention: Mapping[int | None, AttentionPlan]
+    groups: Sequence[GroupInputs]
+    group_of: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What each layer of a step is given. The fields are those of `Embedded` and `StepInputs`.
+    """What each layer of a group is given. The fields are those of `Embedded`, `StepInputs` and `GroupInputs`.
 
     positions  None unless the rotations are tables
     """
@@ -275,9 +287,9 @@ class Decoder:
         """[num_tokens, hidden], after the last norm. Fills `cache`, and changes `embedded.tokens`."""
         stream = ResidualStream(embedded.tokens, self.config.rms_norm_eps, self._ops)
         positions = inputs.positions if self._ropes[0].has_tables else None
-        step = LayerInputs(embedded.rotations, positions, inputs.slots, inputs.attention)
-        for layer, kv in zip(self._layers, cache, strict=True):
-            layer(stream, step, kv)
+        steps = [LayerInputs(embedded.rotations, positions, each.slots, each.attention) for each in inputs.groups]
+        for layer, group, kv in zip(self._layers, inputs.group_of, cache, strict=True):
+            layer(stream, steps[group], kv)
         return stream.read(self._final_norm)
 
     def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:

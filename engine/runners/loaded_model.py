@@ -23,6 +23,7 @@ from ...kernels import (
 )
 from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
+from ..core.layer_groups import LayerGroups
 from ..models import Decoder, load_model, read_config
 from ..models.decoder import EMBEDDING
 from ..models.weights import Checkpoint
@@ -74,10 +75,10 @@ class LoadedModel:
             instruction_set=instruction_set() if self.device.type == "cpu" else "",
         )
 
-    def allocate_cache(self, num_blocks: int) -> list[PagedKV]:
-        """The pages of each layer. They are not cleared, so on a CPU memory that no token has used is not resident."""
+    def allocate_pages(self, num_blocks: int) -> list[PagedKV]:
+        """The pages of a group's layers. They are not cleared, so on a CPU unused memory is not resident."""
         spec = self.spec
-        shape = (spec.num_layers, 2, num_blocks, spec.block_size, spec.num_kv_heads)
+        shape = (spec.groups.size, 2, num_blocks, spec.block_size, spec.num_kv_heads)
         pages = torch.empty(*shape, spec.head_dim, device=self.device, dtype=self.cache_dtype)
         if not spec.scale_bytes:
             return [PagedKV(keys, values) for keys, values in pages]
@@ -109,7 +110,7 @@ def load_for_serving(
             loaded.tabulate_rotations(longest)
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     spec = KVCacheSpec(
-        model.num_layers,
+        LayerGroups.one(model.num_layers),
         model.num_kv_heads,
         model.head_dim,
         cache_dtype.itemsize,

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 from ...settings.engine import StepLimits
 from ..core.errors import ConfigError
+from ..core.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """The size of a paged KV cache. One token takes 2 · layers · kv_heads · (head_dim · element_bytes + scale_bytes).
 
+    groups       which layers share block tables
     scale_bytes  of the scale that each head's key, and each head's value, has for a token; 0: there are none
     """
 
-    num_layers: int
+    groups: LayerGroups
     num_kv_heads: int
     head_dim: int
     element_bytes: int
@@ -24,11 +26,17 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * self.element_bytes + self.scale_bytes)
+        """What a token takes in all layers that hold it."""
+        return len(self.groups.places) * self._layer_bytes
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.block_size
+        return self.groups.size * self._layer_bytes * self.block_size
+
+    @property
+    def _layer_bytes(self) -> int:
+        """What a token takes in a layer."""
+        return 2 * self.num_kv_heads * (self.head_dim * self.element_bytes + self.scale_bytes)
 
 
 def count_blocks(spec: KVCacheSpec, budget_bytes: int) -> int:

@@ -16,6 +16,7 @@ from functools import partial
 
 from ...settings.engine import EngineConfig
 from ..core.errors import ConfigError
+from ..core.layer_groups import LayerGroups
 from ..core.sequence import Sequence, TokenMask
 from ..core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from .late_masks import read_masks
@@ -241,7 +242,7 @@ def load_synthetic(config: EngineConfig, model_config: Mapping[str, object]) -> 
     step_time = None if config.step_ms is None else StepTime.parse(config.step_ms)
     # One layer with one head of dimension one: a slot of its cache holds half a checksum as key and half as value.
     spec = KVCacheSpec(
-        num_layers=1,
+        groups=LayerGroups.one(1),
         num_kv_heads=1,
         head_dim=1,
         element_bytes=_BYTES_PER_TOKEN // 2,

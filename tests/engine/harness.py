@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
 from pagoda_server.engine.core.guarded_mask import GuardedMask
+from pagoda_server.engine.core.layer_groups import LayerGroups
 from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
 from pagoda_server.engine.drafting import Speculation
@@ -26,7 +27,7 @@ def synthetic_runner(
     num_blocks: int, block_size: int, lookahead: int = 0, num_host_blocks: int = 0, copy_s: float = 0.0
 ) -> SyntheticRunner:
     """Make a synthetic runner. Copying a block to or from host memory takes `copy_s`."""
-    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
+    spec = KVCacheSpec(groups=LayerGroups.one(1), num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
     info = RunnerInfo(
         model="synthetic",
         architecture="synthetic",

@@ -19,7 +19,7 @@ from torch import Tensor
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan, TokenLogprobs
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.cpu.sampler import Choice
@@ -187,8 +187,8 @@ class Company:
         for seq in self._seqs:
             seq.blocks = self._new_blocks()
 
-    def _new_blocks(self) -> list[int]:
-        return [self._free.pop() for _ in range(-(-LENGTH // self._runner.info.kv_cache.block_size))]
+    def _new_blocks(self) -> BlockTable:
+        return BlockTable(self._free.pop() for _ in range(-(-LENGTH // self._runner.info.kv_cache.block_size)))
 
     def _restart(self, part: Part, plan: StepPlan) -> None:
         seq, size = self._seqs[part.seq], self._runner.info.kv_cache.block_size
@@ -202,7 +202,7 @@ class Company:
                 plan.loads.append((row, target))
         elif part.restart == "prefix" and part.seq == 1:
             shared = min(self._seqs[0].num_computed, COMMON) // size
-            seq.blocks = [*self._seqs[0].blocks[:shared], *self._new_blocks()[shared:]]
+            seq.blocks = BlockTable([*self._seqs[0].blocks[:shared], *self._new_blocks()[shared:]])
             seq.num_computed = shared * size
 
 

@@ -32,7 +32,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings.engine import EngineConfig
@@ -183,19 +183,26 @@ class ShuffledBlocks:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._block_size = runner.info.kv_cache.block_size
+        self._num_windows = len(runner.info.kv_cache.groups.windows) - 1
         self._free = list(range(runner.info.num_blocks))
         random.Random(0).shuffle(self._free)
         self._num_sequences = 0
 
     def sequence(self, prompt: Items[int], max_tokens: int, params: SamplingParams | None = None) -> Sequence:
         num_blocks = -(-(len(prompt) + max_tokens) // self._block_size)
-        if num_blocks > len(self._free):
-            raise AssertionError(f"the test's cache has {len(self._free)} free blocks; {num_blocks} are wanted")
+        wanted = num_blocks * (1 + self._num_windows)
+        if wanted > len(self._free):
+            raise AssertionError(f"the test's cache has {len(self._free)} free blocks; {wanted} are wanted")
         params = params or SamplingParams()
         self._num_sequences += 1
         seq = Sequence(self._num_sequences, list(prompt), Request(len(prompt)), params)
-        seq.blocks = [self._free.pop() for _ in range(num_blocks)]
+        seq.blocks = BlockTable(
+            self._take(num_blocks), windows=[self._take(num_blocks) for _ in range(self._num_windows)]
+        )
         return seq
+
+    def _take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
 
 
 def next_chunk(seq: Sequence, at_most: int = 10_000) -> Chunk:
@@ -223,5 +230,5 @@ def generate(runner: ModelRunner, seq: Sequence, count: int, chunk_size: int = 1
 def step_logits(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
     """Return a row of logits for each chunk of a plan that samples."""
     with torch.inference_mode():
-        inputs = runner._arrays.pack(chunks, runner._ops, runner._cache[0], runner._model.config.windows)
+        inputs = runner._arrays.pack(chunks, runner._ops, runner._cache[0])
         return runner._model.forward(inputs, runner._cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Layers
 from dataclasses import dataclass
 from functools import partial
@@ -12,65 +11,76 @@ import torch
 from torch import Tensor
 
 from ....kernels import Backend, PagedKV, Recorder, Recording
+from ...core.layer_groups import LayerGroups
+from ...core.sequence import BlockTable
 from ...core.step import Chunk
-from ...models import Decoder, Embedded, StepInputs
+from ...models import Decoder, Embedded, GroupInputs, StepInputs
 
 
 class DecodeArrays:
     """The inputs of a step with up to `most` chunks of one token, at addresses that never change.
 
-    A row of the block table is only extended while the same sequence has it.
+    A row of the block tables is only extended while the same sequence has it.
+
+    windows  the sliding windows of the layers
     """
 
-    def __init__(self, most: int, max_model_len: int, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(
+        self, most: int, max_model_len: int, block_size: int, groups: LayerGroups, windows: Layers[int | None]
+    ) -> None:
+        self._block_size, self._group_of, self._windows = block_size, groups.group_of, groups.attended(windows)
+        num_groups = len(self._windows)
         self._token_ids = np.zeros(most, dtype=np.int64)
         self._positions = np.zeros(most, dtype=np.int64)
-        self._slots = np.zeros(most, dtype=np.int64)
+        self._slots = np.zeros((num_groups, most), dtype=np.int64)
         self._query_start = np.arange(most + 1, dtype=np.int32)
         self._context_len = np.zeros(most, dtype=np.int32)
-        self._block_table = np.zeros((most, -(-max_model_len // block_size)), dtype=np.int32)
-        self._blocks: list[list[int]] = [
-            []
-        ] * most  # of each row: the sequence's own list, which only grows until it is replaced
-        self._num_written = [0] * most
+        self._block_tables = np.zeros((num_groups, most, -(-max_model_len // block_size)), dtype=np.int32)
+        # Of each row: the sequence's own list, which only grows until it is replaced.
+        self._blocks: list[BlockTable] = [BlockTable()] * most
+        self._num_written = [[0] * most for _ in range(num_groups)]
 
-    def inputs(self, count: int, ops: Backend, kv: PagedKV, windows: Iterable[int | None]) -> StepInputs:
+    def inputs(self, count: int, ops: Backend, kv: PagedKV) -> StepInputs:
         """Views of the first `count` rows, with logits after each."""
-        query_start, context_len, table = (
-            self._query_start[: count + 1],
-            self._context_len[:count],
-            self._block_table[:count],
-        )
+        query_start, context_len = self._query_start[: count + 1], self._context_len[:count]
+        groups = []
+        for slots, block_table, windows in zip(self._slots, self._block_tables, self._windows, strict=True):
+            table = block_table[:count]
+            plans = {
+                window: ops.plan_attention(query_start, context_len, table, kv, window, ops.is_deterministic)
+                for window in windows
+            }
+            groups.append(GroupInputs(torch.from_numpy(slots[:count]), plans))
         return StepInputs(
             token_ids=torch.from_numpy(self._token_ids[:count]),
             positions=torch.from_numpy(self._positions[:count]),
-            slots=torch.from_numpy(self._slots[:count]),
             logit_rows=None,
-            attention={
-                window: ops.plan_attention(query_start, context_len, table, kv, window, ops.is_deterministic)
-                for window in set(windows)
-            },
+            groups=groups,
+            group_of=self._group_of,
         )
 
     def fill(self, chunks: list[Chunk]) -> None:
         """Writes these chunks, of one token each, to the first rows."""
         size, count = self._block_size, len(chunks)
-        tokens, starts, slots = [], [], []
+        tokens, starts = [], []
+        slots: list[list[int]] = [[] for _ in self._windows]
         for row, chunk in enumerate(chunks):
             seq, start = chunk.seq, chunk.start
             blocks = seq.blocks
             tokens.append(chunk.drafts[0] if chunk.drafts else seq.tokens[start])
             starts.append(start)
-            slots.append(blocks[start // size] * size + start % size)
-            if self._blocks[row] is not blocks:
-                self._blocks[row], self._num_written[row] = blocks, 0
-            if (written := self._num_written[row]) < len(blocks):
-                self._block_table[row, written : len(blocks)] = blocks[written:]
-                self._num_written[row] = len(blocks)
+            is_new = self._blocks[row] is not blocks
+            if is_new:
+                self._blocks[row] = blocks
+            for group, table in enumerate((blocks, *blocks.windows)):
+                slots[group].append(table[start // size] * size + start % size)
+                written = 0 if is_new else self._num_written[group][row]
+                if written < len(table):
+                    self._block_tables[group, row, written : len(table)] = table[written:]
+                    self._num_written[group][row] = len(table)
         self._token_ids[:count] = tokens
         self._positions[:count] = starts
-        self._slots[:count] = slots
+        self._slots[:, :count] = slots
         np.add(self._positions[:count], 1, out=self._context_len[:count], casting="same_kind")
 
 
@@ -84,16 +94,23 @@ class _Step:
 class RecordedSteps:
     """The decode steps of a model. A step is recorded the first time that it has a certain number of rows.
 
-    cache      pages of which `Backend.can_record` holds
+    cache      pages of each layer, of which `Backend.can_record` holds
     most       rows of a step
     num_taken  recordings so far: a step takes longer when it is recorded
     """
 
     def __init__(
-        self, model: Decoder, ops: Backend, cache: Layers[PagedKV], most: int, max_model_len: int, block_size: int
+        self,
+        model: Decoder,
+        ops: Backend,
+        cache: Layers[PagedKV],
+        most: int,
+        max_model_len: int,
+        block_size: int,
+        groups: LayerGroups,
     ) -> None:
         self._model, self._ops, self._cache, self._most = model, ops, cache, most
-        self._arrays = DecodeArrays(most, max_model_len, block_size)
+        self._arrays = DecodeArrays(most, max_model_len, block_size, groups, model.config.windows)
         self._embedded = model.embed(self._inputs(most))  # room for any step's
         self._recorder = Recorder()
         self._steps: dict[int, _Step] = {}
@@ -117,4 +134,4 @@ class RecordedSteps:
         return step.recording.result
 
     def _inputs(self, count: int) -> StepInputs:
-        return self._arrays.inputs(count, self._ops, self._cache[0], self._model.config.windows)
+        return self._arrays.inputs(count, self._ops, self._cache[0])

@@ -50,11 +50,13 @@ class ModelRunner:
         self._ops = loaded.ops
         self._model = loaded.model
         self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size)
-        self._arrays = StepArrays(limits.token_budget, loaded.longest, loaded.spec.block_size)
+        groups, windows = loaded.spec.groups, loaded.model.config.windows
+        self._arrays = StepArrays(limits.token_budget, loaded.longest, loaded.spec.block_size, groups, windows)
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
         num_blocks = count_blocks(loaded.spec, budget)
         with enough_memory("the KV cache", "--kv-cache-gb"):
-            self._cache = loaded.allocate_cache(num_blocks)
+            self._pages = loaded.allocate_pages(num_blocks)
+        self._cache = groups.of_layers(self._pages)
         if config.deterministic and not loaded.ops.can_record(self._cache[0]):
             raise ConfigError(f"--deterministic: there is no compiled attention for heads of {loaded.spec.head_dim}")
         self._recorded: RecordedSteps | None = None
@@ -66,10 +68,11 @@ class ModelRunner:
                 max(limits.max_num_seqs, 1 + MAX_DRAFT_TOKENS),
                 loaded.longest,
                 loaded.spec.block_size,
+                groups,
             )
         self.info = loaded.info(num_blocks, config)
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
-            self._host = HostMemory(self._cache, self.info.num_host_blocks)
+            self._host = HostMemory(self._pages, self.info.num_host_blocks)
 
     def launch(self, plan: StepPlan) -> Computed:
         return Computed(self.execute(plan))
@@ -83,7 +86,7 @@ class ModelRunner:
         copied_s = self._host.copy(plan)
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
-            copy_blocks(self._cache, sources, targets)
+            copy_blocks(self._pages, sources, targets)
         drafts = {index: chunk.drafts for index, chunk in enumerate(plan.chunks) if chunk.drafts}
         num_recorded = self._num_recorded
         logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
@@ -134,7 +137,7 @@ class ModelRunner:
         return self._model.forward(self._pack(rows), self._cache), {}
 
     def _pack(self, chunks: list[Chunk]) -> StepInputs:
-        return self._arrays.pack(chunks, self._ops, self._cache[0], self._model.config.windows)
+        return self._arrays.pack(chunks, self._ops, self._cache[0])
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ....kernels import Backend, PagedKV
+from ...core.layer_groups import LayerGroups
+from ...core.sequence import BlockTable
 from ...core.step import Chunk
-from ...models import StepInputs
+from ...models import GroupInputs, StepInputs
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row of the block table. `blocks` is a sequence's own list, which only grows until it is replaced."""
+    """A row of the block tables. `blocks` is a sequence's own list, which only grows until it is replaced.
+
+    num_written  of each group's table
+    """
 
     number: int
-    blocks: list[int]
-    num_written: int = 0
+    blocks: BlockTable
+    num_written: list[int]
     last_step: int = 0
 
 
 class StepArrays:
-    """Room for `token_budget` tokens, in as many chunks, of sequences with at most `max_model_len` tokens."""
+    """Room for `token_budget` tokens, in as many chunks, of sequences with at most `max_model_len` tokens.
 
-    def __init__(self, token_budget: int, max_model_len: int, block_size: int) -> None:
-        self._block_size = block_size
+    windows  the sliding windows of the layers
+    """
+
+    def __init__(
+        self,
+        token_budget: int,
+        max_model_len: int,
+        block_size: int,
+        groups: LayerGroups,
+        windows: Sequence[int | None],
+    ) -> None:
+        self._block_size, self._group_of, self._windows = block_size, groups.group_of, groups.attended(windows)
         self._token_ids = np.zeros(token_budget, dtype=np.int64)
         self._offsets = np.arange(token_budget)
         self._context_len = np.zeros(token_budget, dtype=np.int32)
         self._query_start = np.zeros(token_budget + 1, dtype=np.int32)
-        self._block_table = np.zeros((token_budget, -(-max_model_len // block_size)), dtype=np.int32)
+        shape = (len(self._windows), token_budget, -(-max_model_len // block_size))
+        self._block_tables = np.zeros(shape, dtype=np.int32)
         self._rows: dict[int, _Row] = {}  # by the identity of the list, which is kept alive here
         self._free_rows = list(range(token_budget))
         self._step = 0
 
-    def pack(self, chunks: list[Chunk], ops: Backend, kv: PagedKV, windows: Iterable[int | None]) -> StepInputs:
-        """The model's inputs for these chunks, on the device of the pages `kv`. Valid until the next call.
-
-        windows  the sliding windows of the layers
-        """
+    def pack(self, chunks: list[Chunk], ops: Backend, kv: PagedKV) -> StepInputs:
+        """The model's inputs for these chunks, on the device of the pages `kv`. Valid until the next call."""
         self._step += 1
         token_ids: list[int] = []
         for chunk in chunks:
@@ -56,37 +69,47 @@ class StepArrays:
         positions = np.repeat(starts + lengths - ends, lengths) + self._offsets[:num_tokens]
 
         rows = np.array([self._row(chunk) for chunk in chunks])
-        blocks = self._block_table[np.repeat(rows, lengths), positions // self._block_size].astype(np.int64)
+        token_rows, columns, within = (
+            np.repeat(rows, lengths),
+            positions // self._block_size,
+            positions % self._block_size,
+        )
         logit_rows = ends[samples] - 1
         parts, part_lengths, part_contexts = attended_parts(lengths, starts + lengths, samples)
         query_start, context_len = self._query_start[: len(parts) + 1], self._context_len[: len(parts)]
         np.cumsum(part_lengths, out=query_start[1:])
         context_len[:] = part_contexts
         num_blocks = -(-int(context_len.max()) // self._block_size)
-        table = self._block_table[rows[parts], :num_blocks]
+        groups = []
+        for block_table, windows in zip(self._block_tables, self._windows, strict=True):
+            slots = block_table[token_rows, columns].astype(np.int64) * self._block_size + within
+            table = block_table[rows[parts], :num_blocks]
+            plans = {
+                window: ops.plan_attention(query_start, context_len, table, kv, window, ops.is_deterministic)
+                for window in windows
+            }
+            groups.append(GroupInputs(torch.from_numpy(slots).to(kv.device), plans))
         return StepInputs(
             token_ids=torch.from_numpy(self._token_ids[:num_tokens]).to(kv.device),
             positions=torch.from_numpy(positions).to(kv.device),
-            slots=torch.from_numpy(blocks * self._block_size + positions % self._block_size).to(kv.device),
             logit_rows=torch.from_numpy(logit_rows).to(kv.device),
-            attention={
-                window: ops.plan_attention(query_start, context_len, table, kv, window, ops.is_deterministic)
-                for window in set(windows)
-            },
+            groups=groups,
+            group_of=self._group_of,
         )
 
     def _row(self, chunk: Chunk) -> int:
-        """The number of the sequence's row in the block table, once its new blocks are written there."""
+        """The number of the sequence's row in the block tables, once its new blocks are written there."""
         blocks = chunk.seq.blocks
         row = self._rows.get(id(blocks))
         if row is None:
             if not self._free_rows:
                 self._forget()
-            row = self._rows[id(blocks)] = _Row(self._free_rows.pop(), blocks)
+            row = self._rows[id(blocks)] = _Row(self._free_rows.pop(), blocks, [0] * len(self._windows))
         row.last_step = self._step
-        if row.num_written < len(blocks):
-            self._block_table[row.number, row.num_written : len(blocks)] = blocks[row.num_written :]
-            row.num_written = len(blocks)
+        for group, table in enumerate((blocks, *blocks.windows)):
+            if (written := row.num_written[group]) < len(table):
+                self._block_tables[group, row.number, written : len(table)] = table[written:]
+                row.num_written[group] = len(table)
         return row.number
 
     def _forget(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....kernels import MAX_TOP_LOGPROBS, SamplingRows, allocate_rows
 from ....kernels.row_sampling import IN_PROMPT, INTEGERS, MAX_BIASES, MAX_STOPS, NUMBERS
 from ....settings.sampling import PARAMETERS
-from ...core.sequence import SamplingParams, Sequence, State, TokenMask
+from ...core.sequence import BlockTable, SamplingParams, Sequence, State, TokenMask
 from ...core.step import Chunk
 from ..late_masks import read_masks
 from ..sampling import draws_at_random, fill_mask, find_fault, signed_seeds
@@ -34,6 +34,7 @@ _MOST = (1 << 31) - 1  # the largest integer of a row
 class _Row:
     """
     blocks       the sequence's block table, which only grows; a sequence that gives up its blocks gets another one
+    num_sent     of each group's table
     fault        why the sequence cannot be sampled; its parameters never change, so it is found once
     needs_mask   its token mask must be sent before it is sampled
     num_counted  of a sequence with penalties: the tokens that the device has counted, or will have when the steps
@@ -42,11 +43,11 @@ class _Row:
 
     number: int
     seq: Sequence
-    blocks: list[int]
+    blocks: BlockTable
+    num_sent: list[int]
     fault: str | None
     needs_mask: bool
     num_counted: int | None
-    num_sent: int = 0
     last_step: int = 0
 
     @property
@@ -58,15 +59,21 @@ class DeviceRows:
     """Gives a sequence a row when it first computes, and takes the row back when another sequence needs it.
 
     max_drafts   entries of a step that may be drafts: all before this one
-    block_table  [max_rows, max_blocks] int32, on the device
+    block_tables [groups, max_rows, max_blocks] int32, on the device
     num_choices  of the step that was placed last, by the position of each chunk that lacks masks: how many of its
                  choices, the one behind its last token first, have theirs; with 0, it chooses no token
     """
 
     def __init__(
-        self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, max_drafts: int = 0
+        self,
+        max_rows: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        max_drafts: int = 0,
+        num_groups: int = 1,
     ) -> None:
-        self.block_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_groups, max_rows, max_blocks, dtype=torch.int32, device=device)
         self.sampling: SamplingRows = allocate_rows(max_rows, vocab_size, MAX_STOPS, MAX_BIASES, device, max_drafts)
         self._parameters = _RowParameters(self.sampling, vocab_size, device)
         self._blocks = Staging({"at": (torch.int64, _BLOCKS_SENT), "block": (torch.int32, _BLOCKS_SENT)}, device)
@@ -85,7 +92,7 @@ class DeviceRows:
         masked: dict[int, _ChunkMasks] = {}  # by chunk position
         uncounted: list[tuple[int, list[int]]] = []
         grown: list[tuple[int, int]] = []
-        width = self.block_table.shape[1]
+        _, max_rows, width = self.block_tables.shape
         numbers = []
         for index, (chunk, entry) in enumerate(zip(chunks, entries, strict=True)):
             blocks = chunk.seq.blocks
@@ -94,10 +101,11 @@ class DeviceRows:
                 row = self._take(chunk.seq)
                 new.append(row)
             row.last_step = self._step
-            if row.num_sent < len(blocks):
-                first = row.number * width
-                grown += [(first + place, blocks[place]) for place in range(row.num_sent, len(blocks))]
-                row.num_sent = len(blocks)
+            for group, table in enumerate((blocks, *blocks.windows)):
+                if (sent := row.num_sent[group]) < len(table):
+                    first = (group * max_rows + row.number) * width
+                    grown += [(first + place, table[place]) for place in range(sent, len(table))]
+                    row.num_sent[group] = len(table)
             mask = row.seq.token_mask
             if mask is not None and chunk.samples and (row.needs_mask or chunk.drafts):
                 known = chunk.end - len(chunk.drafts) == len(row.seq.tokens)
@@ -149,12 +157,13 @@ class DeviceRows:
             self._free += [self._rows.pop(key).number for key in abandoned]
         fault = self._parameters.fault(seq)
         num_counted = len(seq.tokens) if seq.params.has_penalties and fault is None else None
-        row = _Row(self._free.pop(), seq, seq.blocks, fault, seq.token_mask is not None, num_counted)
+        num_sent = [0] * len(self.block_tables)
+        row = _Row(self._free.pop(), seq, seq.blocks, num_sent, fault, seq.token_mask is not None, num_counted)
         self._rows[id(seq.blocks)] = row
         return row
 
     def _send_blocks(self, grown: list[tuple[int, int]]) -> None:
-        table = self.block_table.view(-1)
+        table = self.block_tables.view(-1)
         for start in range(0, len(grown), _BLOCKS_SENT):
             part = grown[start : start + _BLOCKS_SENT]
             arrays = self._blocks.fill()

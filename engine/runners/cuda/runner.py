@@ -48,7 +48,7 @@ class DeviceRunner:
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         if self._stream is not None:
             torch.cuda.synchronize()  # this stream does not wait for the one that weights were loaded on
-        self._cache: list[PagedKV] = []
+        self._pages: list[PagedKV] = []
         self._host: HostCopies | None = None
         with torch.cuda.stream(self._stream):
             self._allocate(config, loaded)
@@ -62,25 +62,33 @@ class DeviceRunner:
     def _allocate(self, config: EngineConfig, loaded: LoadedModel) -> None:
         """Allocate a step's inputs and outcomes, then the cache, whose size they decide."""
         device, block_size, model = self._device, loaded.spec.block_size, loaded.model.config
+        groups = self._groups = loaded.spec.groups
         num_entries = self.max_choices + MIXED_CHUNKS + 1
         num_tokens = max(self.max_choices, self._token_budget, MIXED_TOKENS)
         max_drafts = self.max_choices if self._verifies else 0
         with enough_memory("the inputs of a step", *_STEP_FLAGS):
             # Twice as many as run at once, because rows of sequences that have just ended are not free yet.
             max_blocks = -(-loaded.longest // block_size)
-            self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device, max_drafts)
-            one_order = self._ops.is_deterministic
-            self._inputs = PackedInputs(num_tokens, num_entries, self._rows, block_size, model, device, one_order)
+            num_groups = len(groups.windows)
+            self._rows = DeviceRows(2 * self._most, max_blocks, model.vocab_size, device, max_drafts, num_groups)
+            self._inputs = PackedInputs(
+                num_tokens, num_entries, self._rows, block_size, model, device, groups, self._ops.is_deterministic
+            )
             self._outcomes = Outcomes(num_entries, device)
             self._copies = CopyInputs(self._most, device)
         self._graphs = StepGraphs(self._pad, self._compute, self.max_choices, self._token_budget, self._stream)
         num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
         with enough_memory("the KV cache", "--kv-cache-gb"):
-            self._cache = loaded.allocate_cache(num_blocks)
+            self._pages = loaded.allocate_pages(num_blocks)
         self.info = loaded.info(num_blocks, config)
         if self.info.num_host_blocks:
             with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
-                self._host = HostCopies(self._cache, self.info.num_host_blocks, device)
+                self._host = HostCopies(self._pages, self.info.num_host_blocks, device)
+
+    @property
+    def _cache(self) -> list[PagedKV]:
+        """The pages of each layer."""
+        return self._groups.of_layers(self._pages)
 
     def execute(self, plan: StepPlan) -> Sampled:
         """Launch a step and wait for its outcome."""
@@ -94,7 +102,7 @@ class DeviceRunner:
     def _launch(self, plan: StepPlan) -> DeviceStep:
         copied_s = self._host.launch(plan) if self._host else nothing_copied
         if plan.copies:
-            copy_blocks(self._cache, *self._copies.send(plan.copies))
+            copy_blocks(self._pages, *self._copies.send(plan.copies))
         reads = is_read(plan.chunks)
         shape = StepShape.of(plan.chunks) if reads else self._graphs.fit(StepShape.of(plan.chunks))
         entries, tokens = places_of(plan.chunks, shape.decodes)
@@ -171,13 +179,13 @@ class DeviceRunner:
         plan = largest_plan(token_budget, self._most, loaded.spec.block_size)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
-            self._cache = loaded.allocate_cache(num_blocks)
+            self._pages = loaded.allocate_pages(num_blocks)
             with torch.inference_mode():
                 # The intermediate results of captured steps have memory of their own, which all graphs share.
                 free = free_after((lambda: self._rehearse([plan]), self._rehearse_captured), loaded.device)
                 free -= self._graphs.num_bytes()
             free += num_blocks * loaded.spec.bytes_per_block  # the cache of this rehearsal makes way for the real one
-        self._cache = []
+        self._pages = []
         return int(free * GPU_SHARE)
 
     def _rehearse_captured(self) -> None:

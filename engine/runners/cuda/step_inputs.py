@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from ....kernels import AttentionPlan, Verified
+from ...core.layer_groups import LayerGroups
 from ...core.step import Chunk
-from ...models import ModelConfig, StepInputs
+from ...models import GroupInputs, ModelConfig, StepInputs
 from .graphs import StepShape
 from .rows import DeviceRows
 from .staging import Staging
 
 # What padding holds: a token that is stored nowhere, of a sequence without a context or a row.
-_NO_TOKEN = {"tokens": 0, "positions": 0, "slots": -1}
+_NO_TOKEN = {"tokens": 0, "positions": 0}
+_NO_SLOT = -1
 _NO_SEQUENCE = {"rows": -1, "sampled_rows": -1, "context_len": 0, "ranks": 0}
 
 
@@ -30,7 +32,8 @@ class PackedInputs:
     A step in a shape larger than itself is padded: after its decodes with decodes, and after its chunks with chunks
     that have no tokens, except the last, which has all padded tokens.
 
-    tokens, positions, slots  of each token; token -1: the host does not know it yet, it is the last one of its row
+    tokens, positions         of each token; token -1: the host does not know it yet, it is the last one of its row
+    slots                     of each token, one group of layers behind the other
     query_start               where each entry's tokens start
     context_len               of each entry: tokens of the sequence up to its last one
     rows, sampled_rows        of each entry: its sequence's row; sampled_rows is -1 where no token is chosen
@@ -47,14 +50,17 @@ class PackedInputs:
         block_size: int,
         model: ModelConfig,
         device: torch.device,
+        groups: LayerGroups,
         one_order: bool = False,
     ) -> None:
-        self._rows, self._block_size, self._windows = rows, block_size, set(model.windows)
+        self._rows, self._block_size, self._num_tokens = rows, block_size, num_tokens
+        self._group_of, self._windows = groups.group_of, groups.attended(model.windows)
         self._one_order = one_order
         of_tokens = dict.fromkeys(_NO_TOKEN, (torch.int64, num_tokens))
         of_seqs = dict.fromkeys(_NO_SEQUENCE, (torch.int32, num_seqs))
         starts = {"query_start": (torch.int32, num_seqs + 1), "logit_rows": (torch.int64, num_seqs)}
-        self._staging = Staging(of_tokens | of_seqs | starts, device)
+        slots = {"slots": (torch.int64, len(self._windows) * num_tokens)}
+        self._staging = Staging(of_tokens | slots | of_seqs | starts, device)
         self._arrivals = torch.zeros(num_seqs * model.num_heads, dtype=torch.int32, device=device)
 
     def send(self, chunks: list[Chunk], rows: list[int], shape: StepShape, late: Collection[int] = frozenset()) -> None:
@@ -65,21 +71,22 @@ class PackedInputs:
         shape   the step's layout; if it has room for more chunks than there are, then for more tokens, too
         """
         arrays = self._staging.fill()
+        slots = arrays["slots"].reshape(-1, self._num_tokens)  # a view: the array is contiguous
         decodes = [index for index, chunk in enumerate(chunks) if chunk.length == 1 and chunk.samples]
         others = sorted({*range(len(chunks))}.difference(decodes)) if len(decodes) < len(chunks) else []
-        self._fill_decodes(arrays, [chunks[index] for index in decodes], [rows[index] for index in decodes])
+        self._fill_decodes(arrays, slots, [chunks[index] for index in decodes], [rows[index] for index in decodes])
         if late:
             arrays["sampled_rows"][: len(decodes)] = [-1 if index in late else rows[index] for index in decodes]
         end = len(decodes)
         for index in others:
             if (chunk := chunks[index]).drafts:
                 drafted = slice(end, end := end + chunk.length)
-                self._fill_tokens(arrays, chunk, drafted)
+                self._fill_tokens(arrays, slots, chunk, drafted)
                 arrays["context_len"][drafted] = arrays["positions"][drafted] + 1
                 arrays["rows"][drafted] = rows[index]
                 arrays["sampled_rows"][drafted] = -1 if index in late else rows[index]
                 arrays["ranks"][drafted] = np.arange(1, chunk.length + 1)
-        _pad(arrays, slice(end, shape.decodes), slice(end, shape.decodes))
+        _pad(arrays, slots, slice(end, shape.decodes), slice(end, shape.decodes))
 
         ends = arrays["query_start"][1 : shape.num_seqs + 1]
         ends[: shape.decodes] = np.arange(1, shape.decodes + 1)
@@ -89,38 +96,43 @@ class PackedInputs:
                 continue
             start, end = end, end + chunk.length
             ends[used] = end
-            self._fill_tokens(arrays, chunk, slice(start, end))
+            self._fill_tokens(arrays, slots, chunk, slice(start, end))
             arrays["context_len"][used], arrays["rows"][used] = chunk.end, rows[index]
             arrays["sampled_rows"][used] = rows[index] if chunk.samples and index not in late else -1
             arrays["ranks"][used] = 0
             used += 1
-        _pad(arrays, slice(end, shape.num_tokens), slice(used, shape.num_seqs))
+        _pad(arrays, slots, slice(end, shape.num_tokens), slice(used, shape.num_seqs))
         ends[used:] = end
         ends[-1] = shape.num_tokens
         arrays["logit_rows"][: shape.num_seqs] = np.maximum(ends - 1, 0)
         self._staging.send()
 
-    def _fill_decodes(self, arrays: dict[str, np.ndarray], chunks: list[Chunk], rows: list[int]) -> None:
+    def _fill_decodes(
+        self, arrays: dict[str, np.ndarray], slots: np.ndarray, chunks: list[Chunk], rows: list[int]
+    ) -> None:
         """Fill all at once: there may be hundreds in every step."""
         count, size = len(chunks), self._block_size
         starts = [chunk.start for chunk in chunks]
         arrays["tokens"][:count] = [known_token(chunk) for chunk in chunks]
         arrays["positions"][:count] = starts
-        arrays["slots"][:count] = [
-            chunk.seq.blocks[start // size] * size + start % size for chunk, start in zip(chunks, starts, strict=True)
-        ]
+        tables = [(chunk.seq.blocks, *chunk.seq.blocks.windows) for chunk in chunks]
+        for of_group, group in zip(slots, zip(*tables, strict=True), strict=bool(tables)):
+            of_group[:count] = [
+                table[start // size] * size + start % size for table, start in zip(group, starts, strict=True)
+            ]
         arrays["context_len"][:count] = arrays["positions"][:count] + 1
         arrays["rows"][:count] = arrays["sampled_rows"][:count] = rows
         arrays["ranks"][:count] = 0
 
-    def _fill_tokens(self, arrays: dict[str, np.ndarray], chunk: Chunk, tokens: slice) -> None:
+    def _fill_tokens(self, arrays: dict[str, np.ndarray], slots: np.ndarray, chunk: Chunk, tokens: slice) -> None:
         known = chunk.tokens
         assert len(known) == chunk.length, "only a decode can start from a pending token"
         positions, size = np.arange(chunk.start, chunk.end), self._block_size
         first_block = chunk.start // size
-        blocks = np.array(chunk.seq.blocks[first_block : -(-chunk.end // size)])
         arrays["tokens"][tokens], arrays["positions"][tokens] = known, positions
-        arrays["slots"][tokens] = blocks[positions // size - first_block] * size + positions % size
+        for of_group, table in zip(slots, (chunk.seq.blocks, *chunk.seq.blocks.windows), strict=True):
+            blocks = np.array(table[first_block : -(-chunk.end // size)])
+            of_group[tokens] = blocks[positions // size - first_block] * size + positions % size
 
     def of_model(self, shape: StepShape) -> StepInputs:
         """Return the model's inputs for the step that was sent last. Launches what puts unknown tokens in."""
@@ -132,19 +144,24 @@ class PackedInputs:
         plan = AttentionPlan(
             query_start=self._staging.device["query_start"][: shape.num_seqs + 1],
             context_len=self._staging.device["context_len"][: shape.num_seqs],
-            block_table=self._rows.block_table,
+            block_table=self._rows.block_tables[0],
             sliding_window=None,
             one_order=self._one_order,
             rows=self._staging.device["rows"][: shape.num_seqs],
             num_decodes=shape.decodes,
             arrivals=self._arrivals,
         )
+        slots = self._staging.device["slots"].view(-1, self._num_tokens)[:, : shape.num_tokens]
+        groups = [
+            GroupInputs(of_group, {each: replace(plan, block_table=table, sliding_window=each) for each in windows})
+            for of_group, table, windows in zip(slots, self._rows.block_tables, self._windows, strict=True)
+        ]
         return StepInputs(
             token_ids=of_token["tokens"],
             positions=of_token["positions"],
-            slots=of_token["slots"],
             logit_rows=self._staging.device["logit_rows"][: shape.num_seqs] if shape.chunks else None,
-            attention={window: replace(plan, sliding_window=window) for window in self._windows},
+            groups=groups,
+            group_of=self._group_of,
         )
 
     def sampled_rows(self, shape: StepShape) -> Tensor:
@@ -191,7 +208,8 @@ def known_token(chunk: Chunk) -> int:
     return tokens[chunk.start] if chunk.start < len(tokens) else -1
 
 
-def _pad(arrays: dict[str, np.ndarray], tokens: slice, seqs: slice) -> None:
+def _pad(arrays: dict[str, np.ndarray], slots: np.ndarray, tokens: slice, seqs: slice) -> None:
+    slots[:, tokens] = _NO_SLOT
     for name, value in _NO_TOKEN.items():
         arrays[name][tokens] = value
     for name, value in _NO_SEQUENCE.items():
