@@ -39,30 +39,49 @@ from .weights import Checkpoint, RandomTensors, Weights
 __all__ = ["FAMILIES", "Decoder", "Embedded", "GroupInputs", "ModelConfig", "StepInputs", "load_model", "read_config"]
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Reads the folder's config.json. Raises ConfigError if it is broken or describes a model that is not supported."""
-    file = ConfigFile(folder)
-    family = _family(file)
-    return family.configure(file, family.model_type)
+def read_config(folder: Path, max_model_len: int | None = None) -> ModelConfig:
+    """Reads the folder's config.json, of a model for contexts of `max_model_len` tokens; None: as it was trained.
+
+    Raises ConfigError if the file is broken or describes a model that is not supported.
+    """
+    return _configured(ConfigFile(folder, max_model_len))
 
 
 def load_model(
-    folder: Path, backend: Backend, device: torch.device, dtype: torch.dtype, progress: Progress = no_progress
+    folder: Path,
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress = no_progress,
+    max_model_len: int | None = None,
 ) -> Decoder:
-    """Loads a model to `device`. Raises ConfigError if the checkpoint is broken or not supported.
+    """Loads a model to `device`, with the configuration that `read_config` returns.
+
+    Raises ConfigError if the checkpoint is broken or not supported.
 
     If config.json says `"random_weights": true` there is nothing to load: a model of any size, for measurements.
     """
-    file = ConfigFile(folder)
-    family = _family(file)
+    file = ConfigFile(folder, max_model_len)
+    config = _configured(file)
     tensors = RandomTensors() if file.flag("random_weights", False) else Checkpoint(folder, progress)
-    return Decoder(family.configure(file, family.model_type), Weights(tensors, backend, device, dtype))
+    return Decoder(config, Weights(tensors, backend, device, dtype))
+
+
+def _configured(file: ConfigFile) -> ModelConfig:
+    family = _family(file)
+    config = family.configure(file, family.model_type)
+    file.refuse_unread()
+    return config
 
 
 def _family(file: ConfigFile) -> Family:
-    named = file.architecture or file.text("model_type", "")
+    architecture, model_type = file.architecture, file.text("model_type", "")
     for family in FAMILIES:
-        if named in (family.architecture, family.model_type):
+        names = {architecture, model_type} - {""}
+        if names and names <= {family.architecture, family.model_type}:
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
-    raise ConfigError(f"architecture {quoted(named)} is not supported; supported: {supported}")
+    supported = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
+    named = f"architecture {quoted(architecture or model_type)}"
+    if model_type and any(architecture == family.architecture for family in FAMILIES):
+        named += f" with model_type {quoted(model_type)}"
+    raise ConfigError(f"{named} is not supported; supported: {supported}")

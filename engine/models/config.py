@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoints.folder import read_json_object
+from ...checkpoints.folder import quoted, read_json_object
 from ...checkpoints.grouped_weights import QUANTIZATION_CONFIG
 from ...kernels import Activation
 from ..core.errors import ConfigError, shown
+from .inert_fields import is_inert
 from .rope import RopeConfig
 
 DEFAULT_ROPE_THETA = 10_000.0
@@ -29,9 +30,15 @@ MAX_SIZES = {
 
 
 class ConfigFile:
-    """config.json of a checkpoint. Each method raises a ConfigError that names the field if it is missing or wrong."""
+    """config.json of a checkpoint, which remembers the fields that were read.
 
-    def __init__(self, folder: Path) -> None:
+    Each method raises a ConfigError that names the field if it is missing or wrong.
+
+    max_model_len  the context length that is wanted; None: what the model was trained for
+    """
+
+    def __init__(self, folder: Path, max_model_len: int | None = None) -> None:
+        self.max_model_len = max_model_len
         path = folder / "config.json"
         try:
             self._fields: dict[str, Any] = dict(read_json_object(path))
@@ -39,28 +46,41 @@ class ConfigFile:
             raise ConfigError(f"the model folder has no config.json: {folder}") from None
         except ValueError as error:
             raise ConfigError(f"{path} {error}") from None
+        self._read: set[str] = set()
+
+    def _get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return self._fields.get(name, default)
+
+    def refuse_unread(self) -> None:
+        """Raise ConfigError for a field that was not read, unless it cannot change what is computed."""
+        for name, value in self._fields.items():
+            if name not in self._read and not is_inert(name, value):
+                raise ConfigError(f"config.json: {quoted(name)} is {shown(value)}, which this family does not compute")
 
     @property
     def architecture(self) -> str:
         """The first name in `architectures`; empty if the file does not say."""
-        architectures = self._fields.get("architectures") or [""]
+        architectures = self._get("architectures") or [""]
         if not isinstance(architectures, list) or not isinstance(architectures[0], str):
             raise ConfigError(f"config.json: architectures must be a list of names, not {shown(architectures)}")
         return architectures[0]
 
     def text(self, name: str, default: str) -> str:
-        value = self._fields.get(name)
-        return value if isinstance(value, str) else default
+        value = self._get(name)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"config.json: {name} must be a name, not {shown(value)}")
+        return default if value is None else value
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._fields.get(name, default)
+        value = self._get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {name} must be true or false, not {shown(value)}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive whole number."""
-        value = self._fields.get(name)
+        value = self._get(name)
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"config.json has no {name}")
@@ -72,14 +92,14 @@ class ConfigFile:
 
     def count(self, name: str, default: int) -> int:
         """A whole number, zero included."""
-        return 0 if self._fields.get(name) == 0 else self.size(name, default)
+        return 0 if self._get(name) == 0 else self.size(name, default)
 
     def optional_size(self, name: str, absent: int | None = None) -> int | None:
         """None if the file says null, `absent` if it says nothing."""
-        return None if self._fields.get(name, absent) is None else self.size(name, absent)
+        return None if self._get(name, absent) is None else self.size(name, absent)
 
     def number(self, name: str, default: float) -> float:
-        value = self._fields.get(name, default)
+        value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ConfigError(f"config.json: {name} must be a number, not {shown(value)}")
         if not abs(value) <= sys.float_info.max:  # NaN, infinite, or a whole number beyond
@@ -94,13 +114,13 @@ class ConfigFile:
 
     def flags(self, name: str) -> list[bool]:
         """A list of true and false, or of 1 and 0; empty if the file does not say."""
-        value = self._fields.get(name) or []
+        value = self._get(name) or []
         if not isinstance(value, list) or not all(item in (0, 1) for item in value):
             raise ConfigError(f"config.json: {name} must be a list of 0 and 1, not {shown(value)}")
         return [bool(item) for item in value]
 
     def names(self, name: str) -> list[str]:
-        value = self._fields.get(name) or []
+        value = self._get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"config.json: {name} must be a list of names, not {shown(value)}")
         return value
@@ -108,50 +128,79 @@ class ConfigFile:
     def refuse(self, *names: str) -> None:
         """Raise ConfigError for a field that changes what is computed, unless it is null, false or zero."""
         for name in names:
-            if value := self._fields.get(name):
+            if value := self._get(name):
                 raise ConfigError(f"config.json: {name} {shown(value)} is not supported")
 
+    def ignore(self, *names: str) -> None:
+        """Take fields for read that have no effect beside the others of this file."""
+        self._read.update(names)
+
     def has(self, name: str) -> bool:
-        return self._fields.get(name) is not None
+        return self._get(name) is not None
 
     def has_int4_weights(self) -> bool:
         """Raises ConfigError if weights are quantized in another format than the importer's own."""
-        found = self._fields.get("quantization_config")
+        found = self._get("quantization_config")
         if found not in (None, QUANTIZATION_CONFIG):
             raise ConfigError(
                 f"config.json: quantization_config {shown(found)} is not supported; {QUANTIZATION_CONFIG} is"
             )
         return found is not None
 
-    def rope(self, share: float = 1.0, kind: str = "", theta: float = DEFAULT_ROPE_THETA) -> RopeConfig:
+    def rope(self, share: float | None = None, kind: str = "", theta: float = DEFAULT_ROPE_THETA) -> RopeConfig:
         """Read from `rope_parameters`, or from `rope_theta` and `rope_scaling` as older files have them.
 
-        share, theta  what a family assumes if the file does not say; share: of a head's dimensions that are rotated
-        kind          of layers, for a family whose `rope_parameters` may have an object for each kind
+        share  of a head's dimensions that are rotated if the file does not say; None: the family rotates all
+        kind   of layers, for a family whose `rope_parameters` may have an object for each kind
+        theta  what a family assumes if the file does not say
         """
         theta = self.number("rope_theta", theta)
-        parameters = self._fields.get("rope_parameters") or self._fields.get("rope_scaling") or {}
-        if isinstance(parameters, dict) and kind in parameters:
+        older, newer = self._get("rope_scaling"), self._get("rope_parameters")
+        parameters = older or newer or {}
+        is_nested = isinstance(parameters, dict) and bool(kind) and kind in parameters
+        if kind and newer and parameters is newer and not is_nested:
+            raise ConfigError(f"config.json: rope_parameters must have an object {kind}, one for each kind of layers")
+        if is_nested:
             parameters = parameters[kind]
         if not isinstance(parameters, dict):
             raise ConfigError(f"config.json: the RoPE parameters must be an object, not {shown(parameters)}")
-        share = self.number("partial_rotary_factor", parameters.get("partial_rotary_factor", share))
-        if not 0 <= share <= 1:
-            raise ConfigError(f"config.json: partial_rotary_factor must be from 0 to 1, not {shown(share)}")
-        return replace(RopeConfig.parse(parameters, theta, self.size("max_position_embeddings")), share=share)
+        parameters = dict(parameters)
+        whole = self.number("partial_rotary_factor", 1.0 if share is None else share)
+        part = parameters.pop("partial_rotary_factor", whole)
+        if not isinstance(part, int | float) or not 0 <= part <= 1:
+            raise ConfigError(f"config.json: partial_rotary_factor must be from 0 to 1, not {shown(part)}")
+        if share is None and part != 1:
+            raise ConfigError(f"config.json: partial_rotary_factor is {part}, but this family rotates whole heads")
+        if is_nested and parameters.get("truncate") is False:
+            raise ConfigError("config.json: truncate false is not supported in rope_parameters of a kind of layers")
+        original = self.optional_size("original_max_position_embeddings")
+        trained = self.size("max_position_embeddings")
+        return replace(RopeConfig.parse(parameters, theta, trained, original, self.max_model_len), share=float(part))
 
     def has_rope_of(self, kind: str) -> bool:
         """Whether the file has a rotation for this kind of layers alone."""
-        parameters = self._fields.get("rope_parameters")
+        parameters = self._get("rope_parameters")
         return isinstance(parameters, dict) and kind in parameters
 
     def windows(
-        self, num_layers: int, window: int | None, otherwise: tuple[int | None, ...] | None = None
+        self,
+        num_layers: int,
+        window: int | None,
+        otherwise: tuple[int | None, ...] | None = None,
+        every: int = 0,
     ) -> tuple[int | None, ...]:
-        """The window of each layer by `layer_types`; `otherwise`, or for all layers, if the file has none."""
+        """The window of each layer by `layer_types`; if the file has none, `otherwise`, or the window for all layers.
+
+        every  if the file has no `layer_types`, each layer of this number has no window, unless
+               `sliding_window_pattern` says otherwise
+        """
         kinds = {"full_attention": None, "sliding_attention": window}
         layer_types = self.names("layer_types")
+        self.ignore("sliding_window_pattern", "_sliding_window_pattern")
         if not layer_types:
+            if every:
+                every = self.size("sliding_window_pattern", every)
+                return tuple(window if (number + 1) % every else None for number in range(num_layers))
             return (window,) * num_layers if otherwise is None else otherwise
         if len(layer_types) != num_layers or not set(layer_types) <= set(kinds):
             raise ConfigError(
@@ -161,7 +210,7 @@ class ConfigFile:
 
 
 # By their names in `hidden_act`.
-ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +292,11 @@ class ModelConfig:
         family: str,
         head_dim: int | None = None,
         rms_norm_eps: float = DEFAULT_RMS_NORM_EPS,
-        rotary_share: float = 1.0,
+        rotary_share: float | None = None,
+        rope_theta: float = DEFAULT_ROPE_THETA,
         default_activation: str = "silu",
+        activation_field: str = "hidden_act",
+        activations: Mapping[str, Activation] = ACTIVATIONS,
         layer_kind: str = "",
         is_tied: bool = False,
     ) -> ModelConfig:
@@ -255,10 +307,10 @@ class ModelConfig:
 
         Raises ConfigError for what no family here supports.
         """
-        activation = file.text("hidden_activation", file.text("hidden_act", default_activation))
-        if activation not in ACTIVATIONS:
-            known = " and ".join(map(repr, ACTIVATIONS))
-            raise ConfigError(f"config.json: hidden_act {shown(activation)} is not supported; {known} are")
+        activation = file.text(activation_field, default_activation)
+        if activation not in activations:
+            known = " and ".join(map(repr, activations))
+            raise ConfigError(f"config.json: {activation_field} {shown(activation)} is not supported; {known} are")
         num_layers, hidden_size = file.size("num_hidden_layers"), file.size("hidden_size")
         num_heads = file.size("num_attention_heads")
         num_kv_heads = file.size("num_key_value_heads", num_heads)
@@ -271,9 +323,9 @@ class ModelConfig:
         head_dim = file.size("head_dim", head_dim or hidden_size // num_heads)
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim must be even, as RoPE turns pairs; it is {head_dim}")
-        rope = file.rope(rotary_share, layer_kind)
+        rope = file.rope(rotary_share, layer_kind, rope_theta)
         rope.check(head_dim)
-        max_position_embeddings = max(file.size("max_position_embeddings"), rope.extended_positions)
+        max_position_embeddings = rope.max_positions or file.size("max_position_embeddings")
         if max_position_embeddings > MAX_SIZES["max_position_embeddings"]:
             raise ConfigError(f"config.json: RoPE extends the context to {shown(max_position_embeddings)} positions")
         rms_norm_eps = file.number("rms_norm_eps", rms_norm_eps)
@@ -290,7 +342,7 @@ class ModelConfig:
             vocab_size=file.size("vocab_size"),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=rms_norm_eps,
-            activation=ACTIVATIONS[activation],
+            activation=activations[activation],
             rotations=(rope,) * num_layers,
             tie_word_embeddings=file.flag("tie_word_embeddings", is_tied),
             windows=(None,) * num_layers,

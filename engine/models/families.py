@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..core.errors import ConfigError
-from .config import POST_NORMS, ConfigFile, LayerNorms, ModelConfig
+from .config import ACTIVATIONS, POST_NORMS, ConfigFile, LayerNorms, ModelConfig
 from .rope import RopeConfig
 
 _SLIDING_WINDOW = 4096
@@ -57,9 +57,9 @@ def _qwen3(file: ConfigFile, name: str) -> ModelConfig:
 
 def _qwen_windows(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """Only the upper layers have a window, unless `layer_types` names others."""
-    if not file.flag("use_sliding_window", False):
-        return (None,) * num_layers
-    window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
+    is_used = file.flag("use_sliding_window", False)
+    window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW) if is_used else None
+    file.ignore("sliding_window")
     num_full = min(file.count("max_window_layers", 28), num_layers)
     return file.windows(num_layers, window, (None,) * num_full + (window,) * (num_layers - num_full))
 
@@ -67,25 +67,33 @@ def _qwen_windows(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
 def _olmo2(file: ConfigFile, name: str) -> ModelConfig:
     """OLMo Team, 2024: norms behind the sublayers, and over whole queries and keys."""
     bias = file.flag("attention_bias", False)
-    config = ModelConfig.read(file, name, rms_norm_eps=1e-5, layer_kind="full_attention")
+    config = ModelConfig.read(file, name, rms_norm_eps=1e-5)
     return replace(config, qkv_bias=bias, output_bias=bias, norms=POST_NORMS, head_norms="all")
 
 
 def _olmo3(file: ConfigFile, name: str) -> ModelConfig:
     """OLMo Team, 2025: OLMo 2 with a window on three of four layers, which rotate without an extended context."""
-    config = _olmo2(file, name)
+    theta = 500_000.0
+    config = ModelConfig.read(file, name, rms_norm_eps=1e-5, layer_kind="full_attention", rope_theta=theta)
+    bias = file.flag("attention_bias", False)
     window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
-    usual = tuple(window if (number + 1) % 4 else None for number in range(config.num_layers))
-    windows = file.windows(config.num_layers, window, usual)
+    windows = file.windows(config.num_layers, window, every=4)
     whole, kind = config.rotations[0], "sliding_attention"
-    local = file.rope(kind=kind) if file.has_rope_of(kind) else RopeConfig(whole.theta)
-    return replace(config, windows=windows, rotations=tuple(whole if each is None else local for each in windows))
+    is_nested = file.has_rope_of(kind)
+    if not is_nested and whole.theta != theta:  # versions of transformers differ in what local layers then get
+        raise ConfigError(f"config.json: rope_theta {whole.theta} needs rope_parameters with an object for {kind}")
+    local = file.rope(kind=kind, theta=theta) if is_nested else RopeConfig(theta)
+    rotations = tuple(whole if each is None else local for each in windows)
+    config = replace(config, windows=windows, rotations=rotations, norms=POST_NORMS, head_norms="all")
+    return replace(config, qkv_bias=bias, output_bias=bias)
 
 
 def _smollm3(file: ConfigFile, name: str) -> ModelConfig:
     """Bakouch et al., 2025: Llama without a rotation on every fourth layer."""
-    config = ModelConfig.read(file, name, is_tied=True)
-    window = file.optional_size("sliding_window") if file.flag("use_sliding_window", False) else None
+    config = ModelConfig.read(file, name, is_tied=True, rope_theta=2_000_000.0)
+    is_used = file.flag("use_sliding_window", False)
+    window = file.optional_size("sliding_window") if is_used else None
+    file.ignore("sliding_window", "max_window_layers")
     bias, interval = file.flag("attention_bias", False), file.size("no_rope_layer_interval", 4)
     turns = file.flags("no_rope_layers") or [(number + 1) % interval > 0 for number in range(config.num_layers)]
     if len(turns) != config.num_layers:
@@ -93,7 +101,7 @@ def _smollm3(file: ConfigFile, name: str) -> ModelConfig:
     rotations = tuple(
         rope if turn else replace(rope, share=0.0) for rope, turn in zip(config.rotations, turns, strict=True)
     )
-    windows = file.windows(config.num_layers, window)
+    windows = file.windows(config.num_layers, window, tuple(None if turn else window for turn in turns))
     mlp_bias = file.flag("mlp_bias", False)
     return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, windows=windows, rotations=rotations)
 
@@ -127,16 +135,7 @@ def _exaone4(file: ConfigFile, name: str) -> ModelConfig:
     """LG AI Research, 2025: norms behind; where some layers have a window, the others do not rotate."""
     config = ModelConfig.read(file, name, rms_norm_eps=1e-5)
     window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
-    pattern = 0 if window is None else file.count("sliding_window_pattern", 4)
-    usual = (
-        tuple(
-            window if (number + 1) % pattern and number < config.num_layers - 1 else None
-            for number in range(config.num_layers)
-        )
-        if pattern
-        else (None,) * config.num_layers
-    )
-    windows = file.windows(config.num_layers, window, usual)
+    windows = file.windows(config.num_layers, window, every=4)
     rope = config.rotations[0]
     still = replace(rope, share=0.0)
     rotations = tuple(still if each is None and window is not None else rope for each in windows)
@@ -156,40 +155,52 @@ def _seed_oss(file: ConfigFile, name: str) -> ModelConfig:
 def _ernie(file: ConfigFile, name: str) -> ModelConfig:
     """Baidu, 2025: Llama with interleaved rotary pairs."""
     bias = file.flag("use_bias", False)
-    config = ModelConfig.read(file, name, head_dim=128, rms_norm_eps=1e-5, is_tied=True)
+    config = ModelConfig.read(file, name, head_dim=128, rms_norm_eps=1e-5, is_tied=True, rope_theta=500_000.0)
     return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=bias, is_interleaved=True)
 
 
 def _helium(file: ConfigFile, name: str) -> ModelConfig:
     """Kyutai, 2025: Llama with interleaved rotary pairs."""
-    config = ModelConfig.read(file, name, head_dim=128, rms_norm_eps=1e-8)
+    config = ModelConfig.read(file, name, head_dim=128, rms_norm_eps=1e-8, rope_theta=100_000.0)
     bias = file.flag("attention_bias", False)
     return replace(config, qkv_bias=bias, mlp_bias=file.flag("mlp_bias", False), is_interleaved=True)
 
 
 def _phi3(file: ConfigFile, name: str) -> ModelConfig:
     """Abdin et al., 2024: Llama with fused projections; Phi-4-mini rotates a part of each head."""
-    config = ModelConfig.read(file, name, rms_norm_eps=1e-5)
+    config = ModelConfig.read(file, name, rms_norm_eps=1e-5, rotary_share=1.0)
+    if config.rotations[0].variant == "longrope" and not file.has("original_max_position_embeddings"):
+        raise ConfigError("config.json has no original_max_position_embeddings, which longrope needs")
     windows = (file.optional_size("sliding_window"),) * config.num_layers
     return replace(config, windows=windows, fused_qkv="qkv_proj", fused_gate_up="gate_up_proj")
 
 
-def _gemma(file: ConfigFile, name: str) -> ModelConfig:
-    """Gemma Team, 2024: norms by 1 + weight, embeddings multiplied by √hidden, GeGLU."""
-    kind, activation = "full_attention", "gelu_pytorch_tanh"
-    config = ModelConfig.read(file, name, head_dim=256, is_tied=True, default_activation=activation, layer_kind=kind)
+def _gemma(file: ConfigFile, name: str, field: str = "hidden_act", kind: str = "") -> ModelConfig:
+    """Gemma Team, 2024: norms by 1 + weight, embeddings multiplied by √hidden, GeGLU.
+
+    field, kind  as in `ModelConfig.read`
+    """
+    file.ignore("hidden_act", "hidden_activation")
+    config = ModelConfig.read(
+        file,
+        name,
+        head_dim=256,
+        is_tied=True,
+        default_activation="gelu_pytorch_tanh",
+        activation_field=field,
+        # Published files of the first Gemma say "gelu" and mean the approximation.
+        activations=ACTIVATIONS | {"gelu": "gelu"} if field == "hidden_act" else ACTIVATIONS,
+        layer_kind=kind,
+    )
     bias, scale = file.flag("attention_bias", False), config.hidden_size**0.5
     return replace(config, qkv_bias=bias, output_bias=bias, norm_offset=1.0, embedding_scale=scale)
 
 
 def _gemma3(file: ConfigFile, name: str) -> ModelConfig:
     """Gemma Team, 2025: norms on both sides and of each head; five of six layers have a window and another rotation."""
-    file.refuse("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-    config, kind = _gemma(file, name), "sliding_attention"
-    pattern = file.size("sliding_window_pattern", file.size("_sliding_window_pattern", 6))
+    config, kind = _gemma(file, name, "hidden_activation", "full_attention"), "sliding_attention"
     window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
-    usual = tuple(window if (number + 1) % pattern else None for number in range(config.num_layers))
-    windows = file.windows(config.num_layers, window, usual)
+    windows = file.windows(config.num_layers, window, every=6)
     whole = file.rope(kind="full_attention", theta=1_000_000.0)
     local = file.rope(kind=kind) if file.has_rope_of(kind) else RopeConfig(file.positive("rope_local_base_freq", 1e4))
     norms = LayerNorms(

@@ -12,20 +12,71 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...checkpoints.folder import quoted
 from ..core.errors import ConfigError, shown
+
+# Fields of the parameters that no variant needs: they repeat what config.json says elsewhere, or say who trained it.
+_INERT_PARAMETERS = frozenset({"rope_type", "type", "rope_theta", "max_position_embeddings", "finetuned"})
+_OLDER_NAMES = {"su": "longrope"}
+
+
+class _Parameters:
+    """The object of config.json that describes a rotation, which remembers the fields that were read."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields, self._read = fields, set(_INERT_PARAMETERS)
+        variant = self.get("rope_type") or self.get("type") or "default"
+        variant = _OLDER_NAMES.get(variant, variant) if isinstance(variant, str) else variant
+        if not isinstance(variant, str) or variant not in _FREQUENCIES:
+            raise ConfigError(
+                f"config.json: RoPE type {shown(variant)} is not supported; {', '.join(_FREQUENCIES)} are"
+            )
+        self.variant: str = variant
+
+    def get(self, name: str) -> Any:
+        self._read.add(name)
+        return self._fields.get(name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name)
+        value = default if value is None else value
+        if value is None or not _is_positive(value):
+            raise ConfigError(
+                f"config.json: {name} of {self.variant} RoPE must be a positive number, not {shown(value)}"
+            )
+        return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        values = self.get(name)
+        if not isinstance(values, list) or not all(_is_positive(value) for value in values):
+            raise ConfigError(f"config.json: {name} of {self.variant} RoPE must be a list of positive numbers")
+        return tuple(float(value) for value in values)
+
+    def refuse_unread(self) -> None:
+        for name, value in self._fields.items():
+            if name not in self._read and value not in (None, False, 0, "", [], {}):
+                raise ConfigError(
+                    f"config.json: {quoted(name)} of {self.variant} RoPE is {shown(value)}, which is not computed"
+                )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value <= sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """
-    variant             default, linear, llama3 or yarn
+    variant             default, linear, llama3, yarn or longrope; dynamic is default within the model's positions
     theta               base of the geometric series of wavelengths
     factor              how much longer contexts are than those that the frequencies were trained for
     original_positions  the number of positions in training, which the variant extends
     attention_factor    multiplies cosines and sines
     share               of a head's dimensions, the first ones, that are rotated; 0: none
+    max_positions       how many positions these frequencies are meant for; 0: those of the model
 
-    low_freq_factor and high_freq_factor belong to llama3; beta_fast, beta_slow and truncate to yarn.
+    low_freq_factor and high_freq_factor belong to llama3; beta_fast, beta_slow and truncate to yarn. Each pair's
+    frequency is divided by one of `pair_factors` in longrope.
     """
 
     theta: float
@@ -39,61 +90,32 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     share: float = 1.0
+    max_positions: int = 0
+    pair_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
         return int(head_dim * self.share)
 
-    @property
-    def extended_positions(self) -> int:
-        """How many positions the variant reaches, whatever max_position_embeddings says; 0 if it does not say."""
-        return int(min(self.factor * self.original_positions, sys.float_info.max)) if self.variant == "yarn" else 0
-
     @staticmethod
-    def parse(parameters: Mapping[str, Any], theta: float, max_position_embeddings: int) -> RopeConfig:
-        """Reads an object of config.json. Raises ConfigError for an unknown variant or a broken field."""
-        variant = parameters.get("rope_type") or parameters.get("type") or "default"
-        if not isinstance(variant, str) or variant not in _FREQUENCIES:
-            raise ConfigError(
-                f"config.json: RoPE type {shown(variant)} is not supported; {', '.join(_FREQUENCIES)} are"
-            )
+    def parse(
+        fields: Mapping[str, Any],
+        theta: float,
+        max_position_embeddings: int,
+        original_positions: int | None = None,
+        max_model_len: int | None = None,
+    ) -> RopeConfig:
+        """Reads an object of config.json.
 
-        def number(name: str, default: float | None = None) -> float:
-            value = parameters.get(name)
-            value = default if value is None else value
-            if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-                raise ConfigError(
-                    f"config.json: {name} of {variant} RoPE must be a positive number, not {shown(value)}"
-                )
-            return float(value)
+        theta, original_positions  what config.json says elsewhere; the object goes before theta, and behind the other
+        max_model_len              the context length that is wanted: longrope has other frequencies for long contexts
 
-        theta = number("rope_theta", theta)
-        if variant == "default":
-            return RopeConfig(theta)
-        factor = number("factor")
-        original = int(number("original_max_position_embeddings", max_position_embeddings))
-        match variant:
-            case "linear":
-                return RopeConfig(theta, variant, factor)
-            case "llama3":
-                low, high = number("low_freq_factor"), number("high_freq_factor")
-                if high <= low:
-                    raise ConfigError(f"config.json: high_freq_factor {high} must exceed low_freq_factor {low}")
-                return RopeConfig(theta, variant, factor, original, low_freq_factor=low, high_freq_factor=high)
-            case _:
-                gain = _yarn_gain(factor, 1.0)
-                if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-                    gain = _yarn_gain(factor, number("mscale")) / _yarn_gain(factor, number("mscale_all_dim"))
-                return RopeConfig(
-                    theta,
-                    variant,
-                    factor,
-                    original,
-                    beta_fast=number("beta_fast", 32.0),
-                    beta_slow=number("beta_slow", 1.0),
-                    truncate=bool(parameters.get("truncate", True)),
-                    attention_factor=number("attention_factor", gain),
-                )
+        Raises ConfigError for an unknown variant, and for a field that is broken or that the variant does not compute.
+        """
+        parameters = _Parameters(fields)
+        rope = _read(parameters, theta, max_position_embeddings, original_positions, max_model_len)
+        parameters.refuse_unread()
+        return rope
 
     def check(self, head_dim: int) -> None:
         """Raise ConfigError if these numbers, each of them valid, give no frequencies."""
@@ -106,6 +128,64 @@ class RopeConfig:
             is_finite = False
         if not (is_finite and math.isfinite(self.attention_factor)):
             raise ConfigError(f"config.json: the parameters of {self.variant} RoPE give no finite frequencies")
+
+
+def _read(
+    parameters: _Parameters, theta: float, trained: int, original_positions: int | None, max_model_len: int | None
+) -> RopeConfig:
+    number, variant = parameters.number, parameters.variant
+    theta = number("rope_theta", theta)
+    if variant == "default":
+        return RopeConfig(theta)
+    if variant == "dynamic":
+        # Beyond these positions the frequencies of a sequence would change with its length.
+        number("factor")
+        return RopeConfig(theta, max_positions=trained)
+    if variant == "linear":
+        return RopeConfig(theta, variant, number("factor"))
+    of_object = int(number("original_max_position_embeddings", trained))
+    original = original_positions or of_object
+    if variant == "longrope":
+        return _read_longrope(parameters, theta, trained, original, max_model_len)
+    factor = number("factor")
+    if variant == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if high <= low:
+            raise ConfigError(f"config.json: high_freq_factor {high} must exceed low_freq_factor {low}")
+        return RopeConfig(theta, variant, factor, original, low_freq_factor=low, high_freq_factor=high)
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    gain = _yarn_gain(factor, 1.0)
+    if mscale and mscale_all_dim:
+        gain = _yarn_gain(factor, number("mscale")) / _yarn_gain(factor, number("mscale_all_dim"))
+    truncate = parameters.get("truncate")
+    return RopeConfig(
+        theta,
+        variant,
+        factor,
+        original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=True if truncate is None else bool(truncate),
+        attention_factor=number("attention_factor", gain),
+        max_positions=max(trained, int(min(factor * original, sys.float_info.max))),
+    )
+
+
+def _read_longrope(
+    parameters: _Parameters, theta: float, trained: int, original: int, max_model_len: int | None
+) -> RopeConfig:
+    """The frequencies of short contexts, unless a longer one is wanted: then all sequences get the other ones."""
+    short, long = parameters.numbers("short_factor"), parameters.numbers("long_factor")
+    factor = parameters.number("factor", trained / original)
+    gain = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    is_long = (max_model_len or 0) > original
+    return RopeConfig(
+        theta,
+        "longrope",
+        attention_factor=parameters.number("attention_factor", gain),
+        max_positions=trained if is_long else min(original, trained),
+        pair_factors=long if is_long else short,
+    )
 
 
 class Rope:
@@ -177,6 +257,11 @@ def _yarn(config: RopeConfig, head_dim: int) -> Tensor:
     return torch.lerp(kept, kept / config.factor, share_interpolated)
 
 
+def _longrope(config: RopeConfig, head_dim: int) -> Tensor:
+    """Each pair has a factor of its own (LongRoPE; Ding et al., 2024)."""
+    return _default(config, head_dim) / torch.tensor(config.pair_factors, dtype=torch.float32)
+
+
 def _yarn_gain(factor: float, scale: float) -> float:
     """The factor that sharpens attention over longer contexts."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -187,6 +272,8 @@ _FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "dynamic": _default,
 }
 
 

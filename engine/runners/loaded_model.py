@@ -95,7 +95,7 @@ def load_for_serving(
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
     folder = Path(config.model)
-    model = read_config(folder)  # first, because it names an architecture that is not supported
+    model = read_config(folder, config.max_model_len)  # first, because it names an architecture that is not supported
     with enough_memory("the weights", "--quantization"):  # it maps them
         dtype = choose_dtype(config.dtype, folder)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
@@ -105,7 +105,7 @@ def load_for_serving(
         )
     ops = load_backend(*backend, config.deterministic)
     with enough_memory("the weights", "--quantization"):
-        loaded = load_model(folder, ops, device, dtype, progress)
+        loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len)
         if ops.looks_up_rotations:
             loaded.tabulate_rotations(longest)
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import FAMILIES
 from pagoda_server.engine.models.rope import Rope
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
@@ -107,6 +109,25 @@ def test_older_config_files_with_rope_scaling_describe_the_same_model(tmp_path: 
     prompt = random_prompt(100, seed=4)
     logits = step_logits(pair.ours, [next_chunk(ShuffledBlocks(pair.ours).sequence(prompt, 1))])
     torch.testing.assert_close(logits[0], pair.their_logits(prompt)[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_long_context_has_the_long_factors_of_longrope(tmp_path: Path) -> None:
+    theirs = save_model(MODELS["phi3 with longrope"], tmp_path)
+    pair, prompt = Pair(load_runner(tmp_path, max_model_len=320, kv_cache_gb=0.01), theirs), random_prompt(300, seed=7)
+    logits = step_logits(pair.ours, [next_chunk(ShuffledBlocks(pair.ours).sequence(prompt, 1))])
+    torch.testing.assert_close(logits[0], pair.their_logits(prompt)[-1], atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="--max-model-len 1025 exceeds the model's 1024 positions"):
+        load_runner(tmp_path, max_model_len=1025)
+
+
+def test_dynamic_rope_serves_the_positions_at_which_it_is_the_default(tmp_path: Path) -> None:
+    config = LlamaConfig.from_dict(MODELS["llama"].to_dict())
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    theirs = save_model(config, tmp_path)
+    pair, prompt = Pair(load_runner(tmp_path), theirs), random_prompt(250, seed=8)
+    logits = step_logits(pair.ours, [next_chunk(ShuffledBlocks(pair.ours).sequence(prompt, 1))])
+    torch.testing.assert_close(logits[0], pair.their_logits(prompt)[-1], atol=1e-4, rtol=1e-4)
+    assert pair.ours.info.max_model_len == config.max_position_embeddings
 
 
 def test_rotations_looked_up_in_tables_are_those_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,17 @@ MODELS: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
         **_NO_TOKENS,
     ),
+    "phi3 with longrope": Phi3Config(
+        **(_SIZES | {"max_position_embeddings": 1024}),
+        original_max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0, 1.5, 2.0, 4.0],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+        },
+        **_NO_TOKENS,
+    ),
     "linear rope": LlamaConfig(**_SIZES, rope_parameters=_rope("linear")),
     "llama3 rope": LlamaConfig(
         **_SIZES,
