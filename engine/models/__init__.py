@@ -1,19 +1,21 @@
 """The models that can be served. A family is a function in families.py and a row of FAMILIES there.
 
-The layers of a dense decoder are told by data (`ModelConfig`), and what can be folded into weights is folded when they
-are loaded: the order of rotated dimensions, the scale of scores, of what is added to the stream, and of logits. To add
-a family, copy the function of the nearest one and write down what its class in transformers computes:
+The layers of a dense decoder are described by data (`ModelConfig`), and what can be folded into weights is folded when
+they are loaded: the order of rotated dimensions, the scale of scores, of what is added to the stream, and of logits. To
+add a family, copy the function of the nearest one and write down what its class in transformers computes:
 
 sizes       `ModelConfig.read` reads what families share, with what this one assumes where config.json does not say.
-            Methods of ConfigFile read the rest and raise errors that name the field. Refuse what is not computed.
+            Methods of ConfigFile read the rest and raise errors that name the field. A field that no one reads is
+            refused by its name, unless inert_fields.py has it.
 norms       LayerNorms names those before and behind each sublayer; head_norms are those of queries and keys.
 attention   `windows` and `rotations` have an entry for each layer. A rotation may turn a part of a head, or none of it,
             and pairs may be interleaved. `score_scale` replaces 1 / √head_dim.
-projections biases, and the names of fused ones.
+projections biases, and what the checkpoint calls them: `Names` has those of Llama, and fused ones.
+layers      without a gate, in parallel, without a rotation but with learned positions.
 multipliers `embedding_scale`, `residual_scale`, `logit_scale`.
 
 What none of these says is a new field of ModelConfig, and its place in decoder.py. An expert layer would be a class
-that stands where a layer has its `GatedMLP`. In a step a layer may call only ops of the backend (kernels/backend.py),
+that stands where a layer has its `MLP`. In a step a layer may call only ops of the backend (kernels/backend.py),
 never torch: on a CPU the compiled ops of a decode step are recorded, and ops of torch would be missing from it.
 
 Prove it with an entry in MODELS of tests/engine/tiny_models.py. Tests then compare its logits and tokens with those of

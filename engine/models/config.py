@@ -16,7 +16,7 @@ from .inert_fields import is_inert
 from .rope import RopeConfig
 
 DEFAULT_ROPE_THETA = 10_000.0
-DEFAULT_RMS_NORM_EPS = 1e-6
+DEFAULT_NORM_EPS = 1e-6
 # A larger size is a mistake: tensors of it would overflow, and a list of so many layers would fill the memory.
 MAX_SIZE = 1 << 24
 MAX_SIZES = {
@@ -228,8 +228,37 @@ POST_NORMS = LayerNorms(attention_behind="post_attention_layernorm", mlp_behind=
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """What a checkpoint calls its tensors, without .weight and .bias. Those of a layer follow `layers` and its number.
+
+    qkv, gate_up  fused projections; "": the checkpoint has the single ones
+    gate          "": the feed-forward layer has no gate
+    positions     the embedding of positions; "": there is none
+    """
+
+    embedding: str = "model.embed_tokens"
+    positions: str = ""
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    qkv: str = ""
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = ""
+    down: str = "down_proj"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a dense decoder computes, told by data: a family is a function that reads it from config.json.
+    """What a dense decoder computes, as data: a family is a function that reads it from config.json.
 
     family                   the name of the family, as in `model_type`
     ffn_size                 width of a dense feed-forward layer
@@ -239,9 +268,14 @@ class ModelConfig:
     is_interleaved           the checkpoint rotates dimension 2i with 2i + 1
     qkv_bias, output_bias    whether the attention's projections have biases
     head_norms               queries and keys are normalised before they are rotated: each head, or all heads at once
-    fused_qkv                the name of the projection that the checkpoint has for queries, keys and values; "": three
-    fused_gate_up            likewise for gate and up
+    names                    of the checkpoint's tensors
+    has_norm_weights         otherwise norms of the stream have no weights
     norm_offset              what is added to the weight of every norm
+    is_parallel              both sublayers of a layer read the stream as it was before either added to it
+    has_qkv_by_head          the rows of the fused projection are the query, key and value of one head after the other
+    is_transposed            the checkpoint has the matrices of layers as [in, out]
+    first_position           the row of position 0 in the embedding of positions
+    head_bias                whether a bias is added to logits
     score_scale              what scores are multiplied by; None: 1 / √head_dim
     embedding_scale          what an embedding is multiplied by
     residual_scale           what is added to the stream is multiplied by it
@@ -258,7 +292,7 @@ class ModelConfig:
     ffn_size: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     activation: Activation
     rotations: tuple[RopeConfig, ...]
     tie_word_embeddings: bool
@@ -269,9 +303,14 @@ class ModelConfig:
     norms: LayerNorms = PRE_NORMS
     head_norms: Literal["", "each", "all"] = ""
     is_interleaved: bool = False
-    fused_qkv: str = ""
-    fused_gate_up: str = ""
+    names: Names = Names()
+    has_norm_weights: bool = True
     norm_offset: float = 0.0
+    is_parallel: bool = False
+    has_qkv_by_head: bool = False
+    is_transposed: bool = False
+    first_position: int = 0
+    head_bias: bool = False
     score_scale: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -291,7 +330,8 @@ class ModelConfig:
         file: ConfigFile,
         family: str,
         head_dim: int | None = None,
-        rms_norm_eps: float = DEFAULT_RMS_NORM_EPS,
+        norm_eps: float = DEFAULT_NORM_EPS,
+        eps_field: str = "rms_norm_eps",
         rotary_share: float | None = None,
         rope_theta: float = DEFAULT_ROPE_THETA,
         default_activation: str = "silu",
@@ -328,9 +368,9 @@ class ModelConfig:
         max_position_embeddings = rope.max_positions or file.size("max_position_embeddings")
         if max_position_embeddings > MAX_SIZES["max_position_embeddings"]:
             raise ConfigError(f"config.json: RoPE extends the context to {shown(max_position_embeddings)} positions")
-        rms_norm_eps = file.number("rms_norm_eps", rms_norm_eps)
-        if not 0 <= rms_norm_eps <= 1:
-            raise ConfigError(f"config.json: rms_norm_eps must be from 0 to 1, not {rms_norm_eps}")
+        norm_eps = file.number(eps_field, norm_eps)
+        if not 0 <= norm_eps <= 1:
+            raise ConfigError(f"config.json: {eps_field} must be from 0 to 1, not {norm_eps}")
         return ModelConfig(
             family=family,
             num_layers=num_layers,
@@ -341,7 +381,7 @@ class ModelConfig:
             ffn_size=file.size("intermediate_size"),
             vocab_size=file.size("vocab_size"),
             max_position_embeddings=max_position_embeddings,
-            rms_norm_eps=rms_norm_eps,
+            norm_eps=norm_eps,
             activation=activations[activation],
             rotations=(rope,) * num_layers,
             tie_word_embeddings=file.flag("tie_word_embeddings", is_tied),

@@ -1,10 +1,10 @@
-"""A dense decoder, told by data: its frame, its residual stream, its layers, and what is folded into their weights."""
+"""A dense decoder, described by data: its frame, its residual stream, its layers, and what is folded into weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from ...kernels import AttentionPlan, Backend, HeadNorms, PagedKV, Use
 from .config import ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
 from .weights import Rows, Weights
-
-EMBEDDING = "model.embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +89,22 @@ class LayerInputs:
     attention: Mapping[int | None, AttentionPlan]
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of the backend with its weights.
+
+    weight  [hidden]
+    """
+
+    ops: Backend
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [num_tokens, hidden] normalised: a new tensor in the weight's dtype. As `rms_norm` treats a residual."""
+        return self.ops.rms_norm(x, self.weight, self.eps, residual)
+
+
 class ResidualStream:
     """The sum that every layer reads from and adds to. A layer decides where its norms are by what it calls.
 
@@ -99,12 +113,12 @@ class ResidualStream:
     total  [num_tokens, hidden], changed in place
     """
 
-    def __init__(self, total: Tensor, eps: float, ops: Backend) -> None:
-        self._total, self._eps, self._ops = total, eps, ops
+    def __init__(self, total: Tensor, ops: Backend) -> None:
+        self._total, self._ops = total, ops
         self._waiting: Tensor | None = None
 
-    def read(self, norm: Tensor | None = None) -> Tensor:
-        """The stream normalised by a weight [hidden]: a new tensor, in the weight's dtype.
+    def read(self, norm: Norm | None = None) -> Tensor:
+        """The stream normalised: a new tensor, in the dtype of the norm's weight.
 
         Without a norm it is the stream itself, to be read before the next `add`.
         """
@@ -112,14 +126,14 @@ class ResidualStream:
             self._add_waiting()
             return self._total
         if self._waiting is None:
-            return self._ops.rms_norm(self._total, norm, self._eps)
+            return norm(self._total)
         waiting, self._waiting = self._waiting, None
-        return self._ops.rms_norm(waiting, norm, self._eps, self._total)
+        return norm(waiting, self._total)
 
-    def add(self, x: Tensor, norm: Tensor | None = None) -> None:
-        """Adds x [num_tokens, hidden], normalised first if there is a weight for that."""
+    def add(self, x: Tensor, norm: Norm | None = None) -> None:
+        """Adds x [num_tokens, hidden], normalised first if there is a norm for that."""
         self._add_waiting()
-        self._waiting = x if norm is None else self._ops.rms_norm(x, norm, self._eps)
+        self._waiting = x if norm is None else norm(x)
 
     def _add_waiting(self) -> None:
         if self._waiting is not None:
@@ -147,7 +161,12 @@ class Attention:
         hidden, query = config.hidden_size, config.query_size
         rows = _query_key_value(name, config, order, 1.0 if config.head_norms else scale)
         self._qkv = weights.linear(rows, hidden, config.qkv_bias)
-        output = Rows(f"{name}.o_proj", hidden, factor=config.residual_scale)
+        output = Rows(
+            f"{name}.{config.names.output}",
+            hidden,
+            factor=config.residual_scale,
+            is_transposed=config.is_transposed,
+        )
         self._output = weights.linear([output], query, config.output_bias)
 
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
@@ -159,10 +178,11 @@ class Attention:
 
 def _query_key_value(name: str, config: ModelConfig, order: Tensor | None, scale: float) -> list[Rows]:
     """The rows of the product, in the order that the kernels rotate, and queries multiplied by `scale`."""
-    query = Rows(f"{name}.q_proj", config.query_size, _of_heads(order, config.num_heads), scale)
-    key = Rows(f"{name}.k_proj", config.kv_size, _of_heads(order, config.num_kv_heads))
-    if not config.fused_qkv:
-        return [query, key, Rows(f"{name}.v_proj", config.kv_size)]
+    names = config.names
+    query = Rows(f"{name}.{names.query}", config.query_size, _of_heads(order, config.num_heads), scale)
+    key = Rows(f"{name}.{names.key}", config.kv_size, _of_heads(order, config.num_kv_heads))
+    if not names.qkv:
+        return [query, key, Rows(f"{name}.{names.value}", config.kv_size)]
     size = config.query_size + 2 * config.kv_size
     whole = torch.arange(size)
     if query.order is not None and key.order is not None:
@@ -170,24 +190,25 @@ def _query_key_value(name: str, config: ModelConfig, order: Tensor | None, scale
         whole[len(query.order) : -config.kv_size] = key.order + len(query.order)
     factor = torch.ones(size)
     factor[: config.query_size] = scale
-    is_same = order is None and scale == 1
-    return [
-        Rows(f"{name}.{config.fused_qkv}", size) if is_same else Rows(f"{name}.{config.fused_qkv}", size, whole, factor)
-    ]
+    if config.has_qkv_by_head:
+        whole = torch.arange(size).view(config.num_heads, 3, config.head_dim).transpose(0, 1).flatten()[whole]
+    is_same = order is None and scale == 1 and not config.has_qkv_by_head
+    rows = Rows(f"{name}.{names.qkv}", size, is_transposed=config.is_transposed)
+    return [rows if is_same else replace(rows, order=whole, factor=factor)]
 
 
 def _head_norms(weights: Weights, name: str, config: ModelConfig, order: Tensor | None, scale: float) -> HeadNorms:
     is_each = config.head_norms == "each"
     query, key = (
         weights.norm(
-            Rows(f"{name}.{kind}_norm", heads * config.head_dim, _of_heads(order, heads), factor, config.norm_offset)
+            Rows(f"{name}.{kind}", heads * config.head_dim, _of_heads(order, heads), factor, config.norm_offset)
         )
         for kind, heads, factor in (
-            ("q", 1 if is_each else config.num_heads, scale),
-            ("k", 1 if is_each else config.num_kv_heads, 1.0),
+            (config.names.query_norm, 1 if is_each else config.num_heads, scale),
+            (config.names.key_norm, 1 if is_each else config.num_kv_heads, 1.0),
         )
     )
-    return HeadNorms(query, key, config.rms_norm_eps)
+    return HeadNorms(query, key, config.norm_eps)
 
 
 def _of_heads(order: Tensor | None, num_heads: int) -> Tensor | None:
@@ -195,47 +216,62 @@ def _of_heads(order: Tensor | None, num_heads: int) -> Tensor | None:
     return None if order is None else (torch.arange(num_heads)[:, None] * len(order) + order).flatten()
 
 
-class GatedMLP:
+class MLP:
     """down(activation(gate(x)) · up(x)), with one product for gate and up (SwiGLU, GeGLU; Shazeer, 2020).
+
+    Without a gate it is down(activation(up(x))).
 
     name  of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
     """
 
     def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
-        hidden, ffn = config.hidden_size, config.ffn_size
-        apart = [Rows(f"{name}.gate_proj", ffn), Rows(f"{name}.up_proj", ffn)]
-        gate_up = [Rows(f"{name}.{config.fused_gate_up}", 2 * ffn)] if config.fused_gate_up else apart
-        self._gate_up = weights.linear(gate_up, hidden, config.mlp_bias)
-        down = Rows(f"{name}.down_proj", hidden, factor=config.residual_scale)
+        hidden, ffn, names = config.hidden_size, config.ffn_size, config.names
+        parts = [(names.gate, ffn), (names.up, ffn)] if names.gate else [(names.up, ffn)]
+        parts = [(names.gate_up, 2 * ffn)] if names.gate_up else parts
+        rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
+        self._up = weights.linear(rows, hidden, config.mlp_bias)
+        down = Rows(f"{name}.{names.down}", hidden, factor=config.residual_scale, is_transposed=config.is_transposed)
         self._down = weights.linear([down], ffn, config.mlp_bias, Use(config.activation))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
-        return self._down(self._gate_up(x))
+        return self._down(self._up(x))
 
 
 class Layer:
     """Attention and feed-forward layer: reads the stream, adds to it, and stores keys and values in its own pages."""
 
     def __init__(self, weights: Weights, number: int, config: ModelConfig, rotation: int) -> None:
-        name = f"model.layers.{number}"
-
-        def norm(norm_name: str) -> Tensor | None:
-            rows = Rows(f"{name}.{norm_name}", config.hidden_size, offset=config.norm_offset)
-            return weights.norm(rows) if norm_name else None
-
+        name = f"{config.names.layers}.{number}"
         window, rope = config.windows[number], config.rotations[number]
-        self._attention = Attention(weights, f"{name}.self_attn", config, window, rope, rotation)
-        self._mlp = GatedMLP(weights, f"{name}.mlp", config)
-        self._before_attention, self._behind_attention = (
-            norm(config.norms.attention_before),
-            norm(config.norms.attention_behind),
+        self._attention = Attention(weights, f"{name}.{config.names.attention}", config, window, rope, rotation)
+        self._mlp = MLP(weights, f"{name}.{config.names.mlp}", config)
+        self._is_parallel = config.is_parallel
+        self._before_attention, self._behind_attention, self._before_mlp, self._behind_mlp = (
+            _norm(weights, f"{name}.{norm}", config) if norm else None
+            for norm in (
+                config.norms.attention_before,
+                config.norms.attention_behind,
+                config.norms.mlp_before,
+                config.norms.mlp_behind,
+            )
         )
-        self._before_mlp, self._behind_mlp = norm(config.norms.mlp_before), norm(config.norms.mlp_behind)
 
     def __call__(self, stream: ResidualStream, step: LayerInputs, kv: PagedKV) -> None:
-        stream.add(self._attention(stream.read(self._before_attention), step, kv), self._behind_attention)
+        x = stream.read(self._before_attention)
+        if self._is_parallel:  # both sublayers read the same stream, and perhaps the same norm
+            of_mlp = x if self._before_mlp is None else stream.read(self._before_mlp)
+            stream.add(self._attention(x, step, kv))
+            stream.add(self._mlp(of_mlp))
+            return
+        stream.add(self._attention(x, step, kv), self._behind_attention)
         stream.add(self._mlp(stream.read(self._before_mlp)), self._behind_mlp)
+
+
+def _norm(weights: Weights, name: str, config: ModelConfig) -> Norm:
+    rows = Rows(name, config.hidden_size, offset=config.norm_offset)
+    weight = weights.norm(rows) if config.has_norm_weights else weights.ones(config.hidden_size)
+    return Norm(weights.ops, weight, config.norm_eps)
 
 
 class Decoder:
@@ -247,19 +283,25 @@ class Decoder:
         self._ops, self._dtype = ops, weights.dtype
         # Logits are scaled by the head. Where that is the embedding too, an embedding makes up for it.
         is_tied, scale = config.tie_word_embeddings, config.logit_scale
-        table = weights.whole(Rows(EMBEDDING, config.vocab_size, factor=scale if is_tied else 1.0), hidden)
+        table = weights.whole(Rows(config.names.embedding, config.vocab_size, factor=scale if is_tied else 1.0), hidden)
         self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
-        head = Rows("lm_head", config.vocab_size, factor=scale)
-        self._head = weights.head(head, hidden, tied_to=table if is_tied else None)
+        head = Rows(config.names.head, config.vocab_size, factor=scale)
+        self._head = weights.head(head, hidden, config.head_bias, tied_to=table if is_tied else None)
         self._embedding = ops.embedding(table, self._head if is_tied else None)
         kinds = list(dict.fromkeys(config.rotations))
         self._ropes = [Rope(kind, config.head_dim, table.device) for kind in kinds]
+        self._positions = self._position_table(weights) if config.names.positions else None
         del table  # where the backend has packed the table, there is no need for both
         self._layers = [
             Layer(weights, number, config, kinds.index(kind)) for number, kind in enumerate(config.rotations)
         ]
-        self._final_norm = weights.norm(Rows("model.norm", hidden, offset=config.norm_offset))
+        self._final_norm = _norm(weights, config.names.final_norm, config)
         self.weight_bytes = weights.num_bytes
+
+    def _position_table(self, weights: Weights) -> Tensor:
+        config = self.config
+        size = config.max_position_embeddings + config.first_position
+        return weights.whole(Rows(config.names.positions, size), config.hidden_size)[config.first_position :]
 
     def tabulate_rotations(self, num_positions: int) -> None:
         """Compute the cosines and sines of all positions, which steps look up. Else each step computes its own."""
@@ -275,6 +317,8 @@ class Decoder:
         tokens = self._embedding(inputs.token_ids)
         if self._embedding_scale != 1:
             tokens = tokens * self._embedding_scale
+        if self._positions is not None:
+            tokens = tokens + self._positions[inputs.positions]
         if not self.config.norms.attention_before:  # products read the stream as it is
             tokens = tokens.to(self._dtype)
         return Embedded(tokens, tuple(Rotation(*rope.rotations(inputs.positions)) for rope in self._ropes))
@@ -285,7 +329,7 @@ class Decoder:
 
     def hidden_states(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """[num_tokens, hidden], after the last norm. Fills `cache`, and changes `embedded.tokens`."""
-        stream = ResidualStream(embedded.tokens, self.config.rms_norm_eps, self._ops)
+        stream = ResidualStream(embedded.tokens, self._ops)
         positions = inputs.positions if self._ropes[0].has_tables else None
         steps = [LayerInputs(embedded.rotations, positions, each.slots, each.attention) for each in inputs.groups]
         for layer, group, kv in zip(self._layers, inputs.group_of, cache, strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..core.errors import ConfigError
-from .config import ACTIVATIONS, POST_NORMS, ConfigFile, LayerNorms, ModelConfig
+from .config import ACTIVATIONS, POST_NORMS, ConfigFile, LayerNorms, ModelConfig, Names
 from .rope import RopeConfig
 
 _SLIDING_WINDOW = 4096
@@ -67,14 +67,14 @@ def _qwen_windows(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
 def _olmo2(file: ConfigFile, name: str) -> ModelConfig:
     """OLMo Team, 2024: norms behind the sublayers, and over whole queries and keys."""
     bias = file.flag("attention_bias", False)
-    config = ModelConfig.read(file, name, rms_norm_eps=1e-5)
+    config = ModelConfig.read(file, name, norm_eps=1e-5)
     return replace(config, qkv_bias=bias, output_bias=bias, norms=POST_NORMS, head_norms="all")
 
 
 def _olmo3(file: ConfigFile, name: str) -> ModelConfig:
     """OLMo Team, 2025: OLMo 2 with a window on three of four layers, which rotate without an extended context."""
     theta = 500_000.0
-    config = ModelConfig.read(file, name, rms_norm_eps=1e-5, layer_kind="full_attention", rope_theta=theta)
+    config = ModelConfig.read(file, name, norm_eps=1e-5, layer_kind="full_attention", rope_theta=theta)
     bias = file.flag("attention_bias", False)
     window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
     windows = file.windows(config.num_layers, window, every=4)
@@ -119,9 +119,9 @@ def _granite(file: ConfigFile, name: str) -> ModelConfig:
 
 def _glm(file: ConfigFile, name: str) -> ModelConfig:
     """GLM Team, 2024: half of each head is rotated, in interleaved pairs; gate and up are one product."""
-    config = ModelConfig.read(file, name, head_dim=128, rms_norm_eps=1.5625e-7, rotary_share=0.5)
+    config = ModelConfig.read(file, name, head_dim=128, norm_eps=1.5625e-7, rotary_share=0.5)
     return replace(
-        config, qkv_bias=file.flag("attention_bias", True), is_interleaved=True, fused_gate_up="gate_up_proj"
+        config, qkv_bias=file.flag("attention_bias", True), is_interleaved=True, names=Names(gate_up="gate_up_proj")
     )
 
 
@@ -133,7 +133,7 @@ def _glm4(file: ConfigFile, name: str) -> ModelConfig:
 
 def _exaone4(file: ConfigFile, name: str) -> ModelConfig:
     """LG AI Research, 2025: norms behind; where some layers have a window, the others do not rotate."""
-    config = ModelConfig.read(file, name, rms_norm_eps=1e-5)
+    config = ModelConfig.read(file, name, norm_eps=1e-5)
     window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
     windows = file.windows(config.num_layers, window, every=4)
     rope = config.rotations[0]
@@ -155,24 +155,24 @@ def _seed_oss(file: ConfigFile, name: str) -> ModelConfig:
 def _ernie(file: ConfigFile, name: str) -> ModelConfig:
     """Baidu, 2025: Llama with interleaved rotary pairs."""
     bias = file.flag("use_bias", False)
-    config = ModelConfig.read(file, name, head_dim=128, rms_norm_eps=1e-5, is_tied=True, rope_theta=500_000.0)
+    config = ModelConfig.read(file, name, head_dim=128, norm_eps=1e-5, is_tied=True, rope_theta=500_000.0)
     return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=bias, is_interleaved=True)
 
 
 def _helium(file: ConfigFile, name: str) -> ModelConfig:
     """Kyutai, 2025: Llama with interleaved rotary pairs."""
-    config = ModelConfig.read(file, name, head_dim=128, rms_norm_eps=1e-8, rope_theta=100_000.0)
+    config = ModelConfig.read(file, name, head_dim=128, norm_eps=1e-8, rope_theta=100_000.0)
     bias = file.flag("attention_bias", False)
     return replace(config, qkv_bias=bias, mlp_bias=file.flag("mlp_bias", False), is_interleaved=True)
 
 
 def _phi3(file: ConfigFile, name: str) -> ModelConfig:
     """Abdin et al., 2024: Llama with fused projections; Phi-4-mini rotates a part of each head."""
-    config = ModelConfig.read(file, name, rms_norm_eps=1e-5, rotary_share=1.0)
+    config = ModelConfig.read(file, name, norm_eps=1e-5, rotary_share=1.0)
     if config.rotations[0].variant == "longrope" and not file.has("original_max_position_embeddings"):
         raise ConfigError("config.json has no original_max_position_embeddings, which longrope needs")
     windows = (file.optional_size("sliding_window"),) * config.num_layers
-    return replace(config, windows=windows, fused_qkv="qkv_proj", fused_gate_up="gate_up_proj")
+    return replace(config, windows=windows, names=Names(qkv="qkv_proj", gate_up="gate_up_proj"))
 
 
 def _gemma(file: ConfigFile, name: str, field: str = "hidden_act", kind: str = "") -> ModelConfig:

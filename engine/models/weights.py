@@ -49,6 +49,7 @@ class Rows:
     order   [size] int64, which of the checkpoint's rows comes where; None: its own order
     factor  what rows are multiplied by: a number, or one for each row [size]
     offset  what is added to a norm's weight before that
+    is_transposed  the checkpoint has [in, out] of a matrix
     """
 
     name: str
@@ -56,9 +57,12 @@ class Rows:
     order: Tensor | None = None
     factor: float | Tensor = 1.0
     offset: float = 0.0
+    is_transposed: bool = False
 
     def of(self, tensor: Tensor, *, is_scaled: bool = True) -> Tensor:
         """The rows of a tensor [size, …], in order and multiplied; a tensor of another size as it is."""
+        if self.is_transposed and tensor.dim() == 2:
+            tensor = tensor.t()
         if not tensor.dim() or len(tensor) != self.size:
             return tensor
         if self.order is not None:
@@ -169,6 +173,10 @@ class Weights:
         """The weight of a norm, [size]."""
         return self._filled(self._empty(rows.size), [rows], "weight")
 
+    def ones(self, size: int) -> Tensor:
+        """The weight of a norm that has none."""
+        return self._empty(size).fill_(1.0)
+
     def linear(self, rows: Sequence[Rows], in_size: int, has_bias: bool = False, use: Use = PLAIN) -> Linear:
         """One product in place of several with the same input: their outputs are stacked in this order."""
         bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
@@ -178,10 +186,11 @@ class Weights:
         """A matrix [size, in_size], never in groups."""
         return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 
-    def head(self, rows: Rows, hidden_size: int, tied_to: Tensor | None) -> Linear:
-        """The product that gives the logits. With `tied_to` its weight is that matrix, and nothing is read."""
+    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Tensor | None) -> Linear:
+        """The product that gives the logits. With `tied_to` its weight is that matrix, and is not read."""
         weight = self._stacked([rows], hidden_size) if tied_to is None else tied_to
-        return self.ops.linear(weight, None, HEAD)
+        bias = self._filled(self._empty(rows.size), [rows], "bias") if has_bias else None
+        return self.ops.linear(weight, bias, HEAD)
 
     def _stacked(self, rows: Sequence[Rows], in_size: int) -> Weight:
         """In groups if all rows are in one format, which the backend keeps."""

@@ -25,7 +25,6 @@ from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
 from ..core.layer_groups import LayerGroups
 from ..models import Decoder, load_model, read_config
-from ..models.decoder import EMBEDDING
 from ..models.weights import Checkpoint
 from .runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 
@@ -97,7 +96,7 @@ def load_for_serving(
     folder = Path(config.model)
     model = read_config(folder, config.max_model_len)  # first, because it names an architecture that is not supported
     with enough_memory("the weights", "--quantization"):  # it maps them
-        dtype = choose_dtype(config.dtype, folder)
+        dtype = choose_dtype(config.dtype, folder, model.names.embedding)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
     if backend is None:
         backend = choose_backend(
@@ -146,11 +145,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, folder: Path) -> torch.dtype:
-    """`auto` means float32 for a checkpoint in float32, and bfloat16 for any other."""
+def choose_dtype(name: str, folder: Path, embedding: str) -> torch.dtype:
+    """`auto` means float32 for a checkpoint whose embedding is in float32, and bfloat16 for any other."""
     if name != "auto":
         return _DTYPES[name]
-    is_float32 = Checkpoint(folder).dtype_of(f"{EMBEDDING}.weight") == torch.float32
+    is_float32 = Checkpoint(folder).dtype_of(f"{embedding}.weight") == torch.float32
     return torch.float32 if is_float32 else torch.bfloat16
 
 

@@ -176,7 +176,7 @@ def test_the_weights_take_the_bytes_that_they_take_in_the_file(whole: Path, monk
 
 
 def test_a_checkpoint_in_4_bits_is_served_in_bfloat16(whole: Path) -> None:
-    assert choose_dtype("auto", whole) == torch.bfloat16
+    assert choose_dtype("auto", whole, "model.embed_tokens") == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def _check_config(config: ModelConfig) -> None:
     assert config.num_heads % config.num_kv_heads == 0
     for size in (config.hidden_size, config.ffn_size, config.vocab_size, config.num_heads, config.num_kv_heads):
         assert 0 < size <= MAX_SIZE
-    assert math.isfinite(config.rms_norm_eps)
+    assert math.isfinite(config.norm_eps)
     last = torch.tensor([0, config.max_position_embeddings - 1])
     for rope in set(config.rotations):
         cosines, sines = Rope(rope, config.head_dim, torch.device("cpu")).rotations(last)
