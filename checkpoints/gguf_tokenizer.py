@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from .folder import CheckpointError, quoted, write_json
 from .gguf_config import recommended_sampling
@@ -20,54 +21,101 @@ SPACE = "▁"  # SentencePiece's letter for a space
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
 # Control tokens that end a turn or a document; vocabularies give them different ids.
-END_TOKENS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"})
+END_TOKENS = frozenset(
+    {
+        "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>",
+        "<EOT>", "[EOT]", "<end_of_utterance>", "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>",
+        "[|endofturn|]", "<｜end▁of▁sentence｜>",
+    }
+)  # fmt: skip
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+# The patterns of the models' own tokenizer.json files; each matches a word of its own.
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CL100K = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_QWEN2 = _CL100K.replace("{1,3}", "")
+_QWEN35 = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-_QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_KIMI = r"\p{Han}+|" + _GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace("[\\r\\n/]", "[\\r\\n]")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    + _SPACES,
+)
+_CJK = "[一-龥ࠀ-一가-\ud7ff]+"
+_LETTERS_OF_DEEPSEEK = (  # escaped are those that an editor may compose into others
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdb"
+    "ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+
+_GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_DIGITS = pre_tokenizers.Digits(individual_digits=True)
 
 
 @dataclass(frozen=True, slots=True)
 class WordSplit:
     """How text is split into words before byte-level BPE.
 
-    words           a pattern that matches a word; None: GPT-2's
-    single_digits   each digit is a word of its own
-    composes        Unicode is composed first (NFC)
-    whole_words     a word that is a token needs no merges
-    begins          texts start with the beginning-of-sequence token unless the file says otherwise
+    steps        each splits what the one before left: a pattern whose matches are words, or a pre-tokenizer
+    composes     Unicode is composed first (NFC)
+    whole_words  a word that is a token needs no merges
+    begins       texts start with the beginning-of-sequence token unless the file says otherwise
     """
 
-    words: str | None = None
-    single_digits: bool = False
+    steps: tuple[str | PreTokenizer, ...]
     composes: bool = False
     whole_words: bool = False
     begins: bool = False
 
 
-_GPT2 = WordSplit()
-_SMOLLM = WordSplit(single_digits=True)
-_LLAMA3 = WordSplit(words=_LLAMA3_WORDS, whole_words=True, begins=True)
-_QWEN2 = WordSplit(words=_QWEN2_WORDS, composes=True)
+_STARCODER = WordSplit((_DIGITS, _GPT2_WORDS))
+_FALCON = WordSplit(
+    (
+        pre_tokenizers.Punctuation(behavior="contiguous"),
+        _GPT2_WORDS,
+        pre_tokenizers.Digits(individual_digits=False),
+        "[0-9][0-9][0-9]",
+    )
+)
 
-# Keyed by the values of tokenizer.ggml.pre.
-WORD_SPLITS = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _SMOLLM,
-    "starcoder": _SMOLLM,
-    "refact": _SMOLLM,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
+# The values of tokenizer.ggml.pre with each way. A vocabulary whose own pattern is not known for certain is missing.
+_NAMES = {
+    WordSplit((_GPT2_WORDS,)): "default gpt-2 phi-2 jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum",
+    WordSplit((_GPT2_WORDS,), composes=True): "olmo mpt",
+    _STARCODER: "smollm starcoder refact codeshell exaone minerva-7b",
+    replace(_STARCODER, composes=True): "command-r",
+    _FALCON: "falcon",
+    WordSplit((_CL100K,), whole_words=True, begins=True): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 midm-2.0 lfm2",
+    WordSplit((_CL100K,)): "dbrx smaug-bpe glm4 chatglm-bpe",
+    WordSplit((_QWEN2,), composes=True): "qwen2 deepseek-r1-qwen stablelm2 megrez",
+    WordSplit((_QWEN2,)): "hunyuan grok-2",
+    WordSplit((_QWEN35,), composes=True): "qwen35",
+    WordSplit((_TEKKEN,), whole_words=True, begins=True): "tekken",
+    WordSplit((_GPT4O,), whole_words=True): "gpt-4o llama4",
+    WordSplit((_KIMI,)): "kimi-k2",
+    WordSplit(_DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm",
+    WordSplit(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGITS)): "deepseek-coder",
+    WordSplit(
+        ("[\r\n]", rf"\s?[{_LETTERS_OF_DEEPSEEK}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK, _DIGITS)
+    ): "deepseek-llm",
+    WordSplit((_BAILING,)): "bailingmoe bailingmoe2 llada-moe",
+    WordSplit((_SEED,)): "seed-coder",
+    WordSplit((r"\p{N}+", r"(?=(\d{3})+(?!\d))")): "superbpe",
 }
+WORD_SPLITS = {name: split for split, names in _NAMES.items() for name in names.split()}
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
@@ -88,7 +136,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     except Exception as error:  # the tokenizers library raises plain Exception
         raise CheckpointError(f"{file.name} has an inconsistent vocabulary: {quoted(error)}") from error
     # Not with the library's own method, whose errors hide that a disk is full.
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     _write_settings(file, vocabulary, folder)
 
 
@@ -97,13 +145,19 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile) -> None:
         self.tokens = file.texts("tokenizer.ggml.tokens")
+        self.kinds = file.integers("tokenizer.ggml.token_type")
         if (longest := max(map(len, self.tokens), default=0)) > MAX_TOKEN_CHARACTERS:
             raise CheckpointError(
                 f"{file.name} has a token of {longest} characters; {MAX_TOKEN_CHARACTERS} are allowed"
             )
-        self.kinds = file.integers("tokenizer.ggml.token_type")
         if len(self.tokens) != len(self.kinds):
             raise CheckpointError(f"{file.name} has {len(self.tokens)} tokens but {len(self.kinds)} token types")
+        if file.text("tokenizer.ggml.model") == "llama":
+            # Files write the spaces of pieces that the user defined as they are.
+            self.tokens = [
+                token.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else token
+                for token, kind in zip(self.tokens, self.kinds, strict=True)
+            ]
         rows = int(file.tensors["token_embd.weight"].shape[-1])
         if len(self.tokens) > rows:
             raise CheckpointError(f"{file.name} has {len(self.tokens)} tokens but embeddings for {rows}")
@@ -154,24 +208,21 @@ def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer,
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_words))
     if split.composes:
         tokenizer.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.words is None)
-    if split.words is not None:
-        words = pre_tokenizers.Split(Regex(split.words), behavior="isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
-    elif split.single_digits:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    else:
-        tokenizer.pre_tokenizer = byte_level
+    steps = [
+        pre_tokenizers.Split(Regex(step), behavior="isolated") if isinstance(step, str) else step
+        for step in split.steps
+    ]
+    if _GPT2_WORDS not in split.steps:  # which makes letters of the bytes too
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, split.begins
 
 
 def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=vocab,
+            vocab={token: i for i, token in enumerate(vocabulary.tokens)},
             merges=_merges_by_score(vocabulary, file.numbers("tokenizer.ggml.scores")),
             unk_token=vocabulary.role("unk"),
             fuse_unk=True,
@@ -190,15 +241,24 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokeniz
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Every split of every piece, best piece first: SentencePiece joins the neighbours that make the best piece."""
-    pieces = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.kinds[i] == TokenType.NORMAL}
-    best_first = sorted(pieces, key=lambda piece: -scores[pieces[piece]])
-    return [
-        (piece[:cut], piece[cut:])
-        for piece in best_first
+    """Every split of every piece, best piece first: SentencePiece joins the neighbours that make the best piece.
+
+    The order among the splits of pieces with one score is that of transformers, on which the tokens depend. A piece
+    that the user defined is worth more than any other, although files give it a score of their own.
+    """
+    pieces = {
+        token: i
+        for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if kind in (TokenType.NORMAL, TokenType.USER_DEFINED)
+    }
+    merges = [
+        (scores[id] if vocabulary.kinds[id] == TokenType.NORMAL else 0.0, cut, len(piece) - cut, piece)
+        for piece, id in pieces.items()
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
     ]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(piece[:cut], piece[cut:]) for _, cut, _, piece in merges]
 
 
 def _wrap_with_special_tokens(tokenizer: Tokenizer, file: GgufFile, vocabulary: _Vocabulary, begins: bool) -> None:

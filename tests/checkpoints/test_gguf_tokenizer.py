@@ -34,7 +34,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("split", WORD_SPLITS)
+@pytest.mark.parametrize("split", {split: name for name, split in WORD_SPLITS.items()}.values())
 def test_any_text_survives_encoding_and_decoding(split: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(imported(tmp_path, pre=split, add_bos_token=False))
     for text in ("hello world 12345", " leading", "a\n\n\tb", "don't", "Zürich 🙂 日本語", "<not special>"):
@@ -54,6 +54,40 @@ def test_word_splits_differ_as_their_models_expect(tmp_path: Path) -> None:
     assert words("qwen2", text, tmp_path) == ["It", "'s", " ", "1", "2", "3", "4", "5", "\n"]
     assert words("qwen2", "a.b", tmp_path) == ["a", ".b"]
     assert words("gpt-2", "a.b", tmp_path) == ["a", ".", "b"]
+
+
+@pytest.mark.parametrize(
+    ("split", "text", "expected"),
+    [
+        ("gpt-4o", "HTTPServer's 12345 a/b/\n", ["HTTPServer's", " ", "123", "45", " a", "/b", "/\n"]),
+        ("gpt-4o", "don'T ǅx नमस्ते", ["don'T", " ǅx", " नमस्ते"]),
+        ("tekken", "fooBar's 12", ["foo", "Bar", "'s", " ", "1", "2"]),
+        ("qwen35", "नमस्ते it's 12", ["नमस्ते", " it", "'s", " ", "1", "2"]),
+        ("qwen2", "नमस्ते", ["नमस", "्त", "े"]),
+        ("dbrx", "IT'S 1234\n\n x", ["IT", "'S", " ", "123", "4", "\n\n", " x"]),
+        ("deepseek-v3", "1234漢字かな.abc the ", ["123", "4", "漢字かな", ".abc", " the", " "]),
+        ("deepseek-coder", "ab\n\n12 漢x", ["ab", "\n", "\n", "1", "2", " ", "漢", "x"]),
+        ("deepseek-llm", "ab!\n12 漢x  ", ["ab", "!", "\n", "1", "2", " ", "漢", "x", "  "]),
+        ("falcon", "ab 12345!?x", ["ab", " ", "123", "45", "!?", "x"]),
+        ("command-r", "it's 12", ["it", "'s", " ", "1", "2"]),
+        ("kimi-k2", "漢字abc 中文's", ["漢字", "abc", " ", "中文", "'s"]),
+        ("bailingmoe", "it'S a\n\nb", ["it", "'S", " a", "\n\n", "b"]),
+        ("seed-coder", "x!\n12", ["x", "!", "\n", "1", "2"]),
+        ("superbpe", "by the way 1234567", ["by the way ", "1", "234", "567"]),
+    ],
+)
+def test_each_way_to_split_words_is_that_of_its_models(
+    split: str, text: str, expected: list[str], tmp_path: Path
+) -> None:
+    assert words(split, text, tmp_path) == expected
+
+
+@pytest.mark.parametrize("split", ["qwen2", "command-r", "olmo"])
+def test_unicode_is_composed_where_the_models_do(split: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(imported(tmp_path, pre=split))
+    assert tokenizer.encode("e\u0301").ids == tokenizer.encode("é").ids
+    tokenizer = tokenizer_of(imported(tmp_path, pre="gpt-4o"))
+    assert tokenizer.encode("e\u0301").ids != tokenizer.encode("é").ids
 
 
 def test_merges_are_applied_in_their_order(tmp_path: Path) -> None:
@@ -130,7 +164,7 @@ def test_the_sampling_that_a_file_recommends_is_recommended_by_the_folder(
 
 UNUSABLE = {
     "'bert' vocabulary; supported: gpt2, llama": {"model": "bert"},
-    "splits words as 'martian'; supported: default, gpt-2": {"pre": "martian"},
+    "splits words as 'martian'; supported: default, gpt-2, phi-2": {"pre": "martian"},
     "inconsistent vocabulary": {"merges": ["x nonsense"]},
     "264 tokens but 1 token types": {"token_type": [1]},
     "its eos token is 9999": {"eos_token_id": 9999},
@@ -196,3 +230,24 @@ def test_sentencepiece_pieces_never_merge_into_a_control_token(sentencepiece: Pa
     merges = json.loads((sentencepiece / "tokenizer.json").read_text())["model"]["merges"]
     assert merges
     assert not any("".join(pair) in {"<s>", "</s>", "<unk>"} for pair in merges)
+
+
+def test_pieces_that_the_user_defined_join_before_all_others_and_keep_their_spaces(tmp_path: Path) -> None:
+    """As in Gemma's files: runs of spaces are written as they are, with a score that no tokenizer uses."""
+    tokens = ["<unk>", "<bos>", "▁", "a", "▁a", "  ", "   ", "<b>"]
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL] + [TokenType.NORMAL] * 3 + [TokenType.USER_DEFINED] * 3
+    folder = imported(
+        tmp_path,
+        model="llama",
+        tokens=tokens,
+        token_type=[int(kind) for kind in kinds],
+        scores=[0.0, 0.0, -9.0, -9.0, -1.0, -1000.0, -1000.0, -1000.0],
+        merges=None,
+        add_space_prefix=False,
+        unknown_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    tokenizer = tokenizer_of(folder)
+    assert tokenizer.encode("   a<b> a", add_special_tokens=False).tokens == ["▁▁▁", "a", "<b>", "▁a"]
+    assert tokenizer.decode(tokenizer.encode("   a<b> a").ids) == "   a<b> a"
