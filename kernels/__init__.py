@@ -1,10 +1,10 @@
 """The ops of a model on one device. Each has a contract, a reference in plain torch, and versions for the backends."""
 
+from .activate import Activation, Function
 from .adjust_logits import LogitAdjustments
 from .backend import UNQUANTIZED, Backend
 from .copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from .embedding import Embedding
-from .gate_and_mul import Activation
 from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import GATED, HEAD, PLAIN, Linear, Use, is_compiled_whole
 from .linear_quantized import has_native_int8_weight
@@ -35,6 +35,7 @@ __all__ = [
     "Backend",
     "Draws",
     "Embedding",
+    "Function",
     "GroupedFormat",
     "GroupedWeight",
     "HeadNorms",

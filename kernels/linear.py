@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .gate_and_mul import ACTIVATIONS, Activation, gate_and_mul, gate_and_mul_cpu, gate_and_mul_native
+from .activate import NO_ACTIVATION, SWIGLU, Activation, activate, activate_cpu, activate_native
 from .native_module import DTYPES, native, takes
 from .recording import empty
 
@@ -28,17 +28,17 @@ class Linear(Protocol):
 class Use:
     """What a product is for.
 
-    activation        it multiplies activation(gate) · up, and takes rows [2 * in], as `gate_and_mul` does
+    activation        it multiplies `activate` of its rows, which are [width * in]; None: the rows
     is_head           it computes logits, which may be float32 whatever the dtype of x
     is_deterministic  the order of a row's sums must not depend on the number of rows
     """
 
-    activation: Activation = ""
+    activation: Activation | None = None
     is_head: bool = False
     is_deterministic: bool = False
 
 
-PLAIN, GATED, HEAD = Use(), Use("silu"), Use(is_head=True)
+PLAIN, GATED, HEAD = Use(), Use(SWIGLU), Use(is_head=True)
 
 
 class LinearMaker(Protocol):
@@ -56,10 +56,10 @@ class LinearMaker(Protocol):
 class _Plain:
     weight: Tensor
     bias: Tensor | None
-    activation: Activation
+    activation: Activation | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        x = gate_and_mul(x, self.activation) if self.activation else x
+        x = activate(x, self.activation) if self.activation else x
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -68,11 +68,11 @@ class _Packed:
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    gate: Callable[..., Tensor]
-    activation: Activation
+    activate: Callable[[Tensor, Activation], Tensor]
+    activation: Activation | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        x = self.gate(x, self.activation) if self.activation else x
+        x = self.activate(x, self.activation) if self.activation else x
         spare = _padded(len(x)) - len(x)
         rows = functional.pad(x, (0, 0, 0, spare)) if spare else x
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -102,14 +102,14 @@ def linear_cpu(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     In float32 if oneDNN has no fast product in the weight's dtype: torch's own takes up to forty times as long. A row's
     result is the same to the last bit in any batch.
     """
-    return _packed(weight, bias, gate_and_mul_cpu, use)
+    return _packed(weight, bias, activate_cpu, use)
 
 
-def _packed(weight: Tensor, bias: Tensor | None, gate: Callable[..., Tensor], use: Use) -> Linear:
+def _packed(weight: Tensor, bias: Tensor | None, activate: Callable[[Tensor, Activation], Tensor], use: Use) -> Linear:
     is_fast = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     dtype = torch.bfloat16 if is_fast else torch.float32
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), None)
-    return _Packed(packed, None if bias is None else bias.to(dtype), dtype, gate, use.activation)
+    return _Packed(packed, None if bias is None else bias.to(dtype), dtype, activate, use.activation)
 
 
 class NativeLinear:
@@ -131,18 +131,20 @@ class NativeLinear:
         self.in_size, self.packed = in_size, packed
         self._out_size, self._bias = out_size, bias
         self._addresses = *(part.data_ptr() for part in packed), 0 if bias is None else bias.data_ptr()
-        self._use, self._activation = use, ACTIVATIONS.index(use.activation)
+        self._is_head = use.is_head
+        self._width = in_size * (use.activation.width if use.activation else 1)
+        self._activation = use.activation.numbers if use.activation else NO_ACTIVATION
         self._multiply = multiply
 
     def __call__(self, x: Tensor, /) -> Tensor:
         assert takes(x)
         rows, width = x.shape
-        assert width == self.in_size * (2 if self._use.activation else 1)
-        dtype = torch.float32 if self._use.is_head else x.dtype
+        assert width == self._width
+        dtype = torch.float32 if self._is_head else x.dtype
         out = empty(rows, self._out_size, dtype=dtype)
         addresses = x.data_ptr(), *self._addresses, out.data_ptr()
         sizes = rows, self.in_size, self._out_size
-        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, self._activation)
+        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, *self._activation)
         return out
 
 
@@ -155,7 +157,7 @@ def linear_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Line
     """`linear` by compiled code, summed in float32, or by oneDNN where that is faster."""
     if weight.dtype in DTYPES and is_compiled_whole(use):
         return linear_whole_native(weight, bias, use)
-    return _packed(weight, bias, gate_and_mul_native, use)
+    return _packed(weight, bias, activate_native, use)
 
 
 def linear_whole_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .gate_and_mul import Activation, gate_and_mul
+from .activate import Activation, activate
 from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import PLAIN, Linear, NativeLinear, Use
 from .linear_int8 import GROUP, linear_int8, linear_int8_native, quantize_rows
@@ -25,10 +25,10 @@ from .native_module import native
 class _Grouped:
     weight: GroupedWeight
     bias: Tensor | None
-    activation: Activation
+    activation: Activation | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        rows, scales, least = quantize_rows(gate_and_mul(x.float(), self.activation) if self.activation else x)
+        rows, scales, least = quantize_rows(activate(x.float(), self.activation) if self.activation else x)
         size = self.weight.format.group
         parts = GROUP // size
         missing = -self.weight.values.shape[1] % parts  # groups of weights in the last group of activations

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .gate_and_mul import Activation, gate_and_mul
+from .activate import Activation, activate
 from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
 from .native_module import DTYPES, native, takes
 
@@ -68,10 +68,10 @@ class _Int8:
     values: Tensor
     scales: Tensor
     bias: Tensor | None
-    activation: Activation
+    activation: Activation | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        values, scales, least = quantize_rows(gate_and_mul(x.float(), self.activation) if self.activation else x)
+        values, scales, least = quantize_rows(activate(x.float(), self.activation) if self.activation else x)
         product = torch.zeros(len(x), len(self.values))
         parts = self.scales.shape[-1]
         values = values.unflatten(-1, (parts, -1)).double()
@@ -90,7 +90,7 @@ class _Int8:
 def linear_int8(weight: Tensor, bias: Tensor | None, use: Use = PLAIN, limits_pairs: bool = False) -> Linear:
     """`linear` in int8: sums within a group are exact, and groups are added in float32, in order.
 
-    Gated activations are not rounded before they are quantized.
+    Activations are not rounded before they are quantized.
     """
     return _Int8(*quantize_weight(weight, limits_pairs), bias, use.activation)
 

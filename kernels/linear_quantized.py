@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .gate_and_mul import Activation, gate_and_mul
+from .activate import Activation, activate
 from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
 from .linear_int8 import pack_int8
 from .native_module import native
@@ -54,10 +54,10 @@ class _Quantized:
     values: Tensor
     scales: Tensor
     bias: Tensor | None
-    activation: Activation
+    activation: Activation | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        x = gate_and_mul(x, self.activation) if self.activation else x
+        x = activate(x, self.activation) if self.activation else x
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(x.float(), self.values.float() * self.scales[:, None], bias).to(x.dtype)
 
@@ -80,7 +80,7 @@ def has_native_int8_weight() -> bool:
 def linear_int8_weight_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear_int8_weight` by the matrix unit of AMX: activations are rounded to bfloat16, sums are float32.
 
-    Gated activations are rounded once. A product has x's dtype, a head's too.
+    Activations are rounded once. A product has x's dtype, a head's too.
     """
     assert native is not None
     out_size, in_size = weight.shape

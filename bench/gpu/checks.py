@@ -23,7 +23,7 @@ KERNELS = ["tests/kernels/triton"]
 RUNNER = ["tests/engine/test_device_runner.py", "tests/engine/test_on_gpu.py", "tests/engine/test_batches_on_gpu.py"]
 SERVER = ["tests/end_to_end/test_on_gpu.py"]
 # A rehearsal runs these, which need no GPU.
-SMALL_KERNELS = ["tests/kernels/triton/test_gate_and_mul.py"]
+SMALL_KERNELS = ["tests/kernels/triton/test_activate.py"]
 SMALL_RUNNER = ["tests/engine/test_device_runner_simulated.py::test_launching_waits_for_nothing"]
 SMALL_SERVER = ["tests/end_to_end/test_generate.py::test_tokens_and_text_are_those_computed_by_hand"]
 MOST_PROCESSES = 12  # that compile kernels at once; each has its own context on the GPU

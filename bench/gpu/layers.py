@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from bench.gpu.attention import TINY
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
-from pagoda_server.kernels.gate_and_mul import gate_and_mul
+from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.linear import LinearMaker
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.rms_norm import rms_norm
 from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
-from pagoda_server.kernels.triton.gate_and_mul import gate_and_mul_triton
+from pagoda_server.kernels.triton.activate import activate_triton
 from pagoda_server.kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_pages
 from pagoda_server.kernels.triton.linear import linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
@@ -83,8 +83,8 @@ def _activation(model: ModelShape, count: int, bench: Bench) -> Work:
         f"{model.name}, {count} rows",
         num_bytes=1.5 * inputs[0].nbytes,
         flops=0.0,
-        calls=lambda: [partial(gate_and_mul_triton, x) for x in inputs],
-        error=lambda: relative_error(gate_and_mul_triton(inputs[0]), gate_and_mul(inputs[0])),
+        calls=lambda: [partial(activate_triton, x, SWIGLU) for x in inputs],
+        error=lambda: relative_error(activate_triton(inputs[0], SWIGLU), activate(inputs[0], SWIGLU)),
         tolerance=TOLERANCE,
         others={"torch": lambda: [partial(eager, x) for x in inputs]},
         bar=_bar(count),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...checkpoints.folder import quoted, read_json_object
 from ...checkpoints.grouped_weights import QUANTIZATION_CONFIG
-from ...kernels import Activation
+from ...kernels import Function
 from ..core.errors import ConfigError, shown
 from .inert_fields import is_inert
 from .rope import RopeConfig
@@ -210,7 +210,7 @@ class ConfigFile:
 
 
 # By their names in `hidden_act`.
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+ACTIVATIONS: dict[str, Function] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     norm_eps: float
-    activation: Activation
+    activation: Function
     rotations: tuple[RopeConfig, ...]
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]
@@ -336,7 +336,7 @@ class ModelConfig:
         rope_theta: float = DEFAULT_ROPE_THETA,
         default_activation: str = "silu",
         activation_field: str = "hidden_act",
-        activations: Mapping[str, Activation] = ACTIVATIONS,
+        activations: Mapping[str, Function] = ACTIVATIONS,
         layer_kind: str = "",
         is_tied: bool = False,
     ) -> ModelConfig:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...kernels import AttentionPlan, Backend, HeadNorms, PagedKV, Use
+from ...kernels import Activation, AttentionPlan, Backend, HeadNorms, PagedKV, Use
 from .config import ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
 from .weights import Rows, Weights
@@ -231,7 +231,8 @@ class MLP:
         rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
         self._up = weights.linear(rows, hidden, config.mlp_bias)
         down = Rows(f"{name}.{names.down}", hidden, factor=config.residual_scale, is_transposed=config.is_transposed)
-        self._down = weights.linear([down], ffn, config.mlp_bias, Use(config.activation))
+        is_gated = bool(names.gate or names.gate_up)
+        self._down = weights.linear([down], ffn, config.mlp_bias, Use(Activation(config.activation, is_gated)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""

@@ -189,7 +189,7 @@ def _gemma(file: ConfigFile, name: str, field: str = "hidden_act", kind: str = "
         default_activation="gelu_pytorch_tanh",
         activation_field=field,
         # Published files of the first Gemma say "gelu" and mean the approximation.
-        activations=ACTIVATIONS | {"gelu": "gelu"} if field == "hidden_act" else ACTIVATIONS,
+        activations=ACTIVATIONS | {"gelu": "gelu_tanh"} if field == "hidden_act" else ACTIVATIONS,
         layer_kind=kind,
     )
     bias, scale = file.flag("attention_bias", False), config.hidden_size**0.5

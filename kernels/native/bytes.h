@@ -143,7 +143,6 @@ PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) { retur
 PAGODA_INLINE Ints total(Ints sums) { return sums; }
 #endif
 
-#define PAGODA_INLINE_LAMBDA __attribute__((always_inline))
 
 // Calls op with 0 to QUADS - 1 as constants.
 template <int QUAD = 0, typename Op>

@@ -46,29 +46,6 @@ void rms_norm(ThreadPool& pool, const T* x, const T* weight, R* residual, T* out
     });
 }
 
-template <Activation ACTIVATION, typename T>
-void gate_and_mul_by(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, int64_t size) {
-    int64_t rows_a_part = rows_per_part(rows, 4 * size);
-    pool.run(ceil_div(rows, rows_a_part), [&](int part) {
-        int64_t end = std::min(rows, (part + 1) * rows_a_part);
-        for (int64_t row = part * rows_a_part; row < end; row++) {
-            const T *gate = gate_up + row * 2 * size, *up = gate + size;
-            T* to = out + row * size;
-            int64_t i = 0;
-            for (; i + LANES <= size; i += LANES) store(to + i, activate<ACTIVATION>(load(gate + i)) * load(up + i));
-            for (; i < size; i++) round_to(&to[i], activate<ACTIVATION>(broadcast(to_float(gate[i])))[0] * to_float(up[i]));
-        }
-    });
-}
-
-template <typename T>
-void gate_and_mul(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, int64_t size, Activation activation) {
-    if (activation == Activation::gelu)
-        gate_and_mul_by<Activation::gelu>(pool, gate_up, out, rows, size);
-    else
-        gate_and_mul_by<Activation::silu>(pool, gate_up, out, rows, size);
-}
-
 // Rotates one head, dimension i with i + half.
 template <typename T>
 void rotate(const T* from, const float* cosines, const float* sines, T* to, int64_t half) {

@@ -27,11 +27,10 @@ constexpr Ops make_ops(const char* name) {
                 norm(static_cast<float*>(residual));
         });
     };
-    ops.gate_and_mul = [](ThreadPool& pool, Dtype dtype, const void* gate_up, void* out, int64_t rows, int64_t size,
-                          Activation activation) {
+    ops.activate = [](ThreadPool& pool, Dtype dtype, const void* x, void* out, int64_t rows, int64_t size, const Activation& by) {
         with_type(dtype, [&](auto type) {
             using T = decltype(type);
-            gate_and_mul(pool, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size, activation);
+            activate(pool, static_cast<const T*>(x), static_cast<T*>(out), rows, size, by);
         });
     };
     ops.rope_and_store_kv = [](ThreadPool& pool, Dtype dtype, const RopeArgs& args) {

@@ -34,6 +34,7 @@ namespace {
 
 #include "matrix_unit.h"
 
+#include "activate.h"
 #include "attention.h"
 #include "linear_rows.h"
 

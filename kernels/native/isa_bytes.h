@@ -5,6 +5,7 @@ namespace {
 
 #include "simd_ops.h"
 
+#include "activate.h"
 #include "bytes.h"
 #include "linear_rows.h"
 #include "quantized_rows.h"

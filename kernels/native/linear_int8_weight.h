@@ -163,28 +163,22 @@ void round_row(const Row& row, int64_t in, int64_t depth, Element* to) {
     for (; i < depth; i++) round_to(to + i, i < in ? rounded(broadcast(row.at(i)))[0] : 0.0f);
 }
 
-template <typename T, typename Row>
-void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
+template <typename T>
+void linear_int8_weight(ThreadPool& pool, const LinearArgs& args) {
     static std::vector<bf16> narrow;  // one op runs at a time
     static std::vector<float> wide;
     if (args.rows == 0) return;
     int64_t steps = ceil_div(args.in, DEPTH), depth = steps * DEPTH;
     bool is_few = args.rows <= FEW_ROWS;
-    const T* x = static_cast<const T*>(args.x);
-    const void* rows = x;
+    const void* rows = args.x;
     auto prepare = [&](auto& room) {
         room.resize(std::max<size_t>(room.size(), args.rows * depth));
         rows = room.data();
-        int64_t rows_a_part = rows_per_part(args.rows, 2 * Row::WIDTH * args.in);
-        pool.run(static_cast<int>(ceil_div(args.rows, rows_a_part)), [&](int part) {
-            int64_t end = std::min(args.rows, (part + 1) * rows_a_part);
-            for (int64_t row = part * rows_a_part; row < end; row++)
-                round_row(Row(x + row * Row::WIDTH * args.in, args.in), args.in, depth, room.data() + row * depth);
-        });
+        for_each_row<T>(pool, args, [&](int64_t number, const auto& row) { round_row(row, args.in, depth, room.data() + number * depth); });
     };
     if (is_few)
         prepare(wide);
-    else if (!std::is_same_v<Row, Plain<bf16>> || depth != args.in)
+    else if (!std::is_same_v<T, bf16> || args.activation.function != Function::none || depth != args.in)
         prepare(narrow);
 
     int64_t panels = ceil_div(args.out_size, PANEL), wanted = 4 * pool.size();
@@ -214,13 +208,4 @@ void linear_int8_weight_of(ThreadPool& pool, const LinearArgs& args) {
         int64_t row = part % blocks * block_rows, last = std::min(args.rows, row + block_rows);
         for (int64_t at = first; at < end; at++) multiply_panel(unit, panel(at), row, last);
     });
-}
-
-template <typename T>
-void linear_int8_weight(ThreadPool& pool, const LinearArgs& args) {
-    switch (args.activation) {
-        case Activation::none: return linear_int8_weight_of<T, Plain<T>>(pool, args);
-        case Activation::silu: return linear_int8_weight_of<T, Gated<T, Activation::silu>>(pool, args);
-        case Activation::gelu: return linear_int8_weight_of<T, Gated<T, Activation::gelu>>(pool, args);
-    }
 }

@@ -1,57 +1,38 @@
-// The common part of all products: reading rows, gated or not, sharing panels of outputs among threads, and storing results.
+// The common part of all products: reading rows, sharing panels of outputs among threads, and storing results.
 // No include guard: each instruction set compiles its own copy.
 
 constexpr int64_t VECTORS = 2;  // of outputs in a panel
 constexpr int64_t PANEL = VECTORS * LANES;
 constexpr int64_t AHEAD_BYTES = 8192;  // more than memory delivers within its latency
 
-// A row that is not gated.
+// A row of a product's input.
 template <typename T>
-struct Plain {
-    static constexpr int64_t WIDTH = 1;
+struct Row {
     const T* x;
 
-    Plain(const T* row, int64_t) : x(row) {}
     Floats operator()(int64_t i) const { return load(x + i); }
     float at(int64_t i) const { return to_float(x[i]); }
 };
 
-// Both activations are x / (1 + exp(-y)): y is x in silu, and 2 sqrt(2 / pi) (x + 0.044715 x^3) in gelu by tanh.
-template <Activation ACTIVATION>
-PAGODA_INLINE Floats activate(Floats x) {
-    if constexpr (ACTIVATION == Activation::silu) return x / (1.0f + exponential(-x));
-    return x / (1.0f + exponential(-1.5957691216f * (x + 0.044715f * x * x * x)));
-}
-
-// A row of gate and up, read as activation(gate) · up.
-template <typename T, Activation ACTIVATION>
-struct Gated {
-    static constexpr int64_t WIDTH = 2;
-    const T *gate, *up;
-
-    Gated(const T* row, int64_t in) : gate(row), up(row + in) {}
-    Floats operator()(int64_t i) const { return gated(load(gate + i), load(up + i)); }
-    float at(int64_t i) const { return gated(broadcast(to_float(gate[i])), broadcast(to_float(up[i])))[0]; }
-    static Floats gated(Floats gate, Floats up) { return activate<ACTIVATION>(gate) * up; }
-};
-
-// Calls prepare(number, row) for every row of the input; row is a Plain or a Gated.
+// Calls prepare(number, row) for every row of the input, in which an activation was computed in float32.
 template <typename T, typename Prepare>
 void for_each_row(ThreadPool& pool, const LinearArgs& args, const Prepare& prepare) {
-    auto run = [&](auto row_type) {
-        using Row = typename decltype(row_type)::type;
-        const T* x = static_cast<const T*>(args.x);
-        int64_t rows_a_part = rows_per_part(args.rows, 2 * Row::WIDTH * args.in);
-        pool.run(static_cast<int>(ceil_div(args.rows, rows_a_part)), [&](int part) {
-            int64_t end = std::min(args.rows, (part + 1) * rows_a_part);
-            for (int64_t row = part * rows_a_part; row < end; row++) prepare(row, Row(x + row * Row::WIDTH * args.in, args.in));
-        });
-    };
-    switch (args.activation) {
-        case Activation::none: return run(TypeOf<Plain<T>>{});
-        case Activation::silu: return run(TypeOf<Gated<T, Activation::silu>>{});
-        case Activation::gelu: return run(TypeOf<Gated<T, Activation::gelu>>{});
-    }
+    const T* x = static_cast<const T*>(args.x);
+    int64_t width = args.activation.width() * args.in, rows_a_part = rows_per_part(args.rows, 2 * width);
+    pool.run(static_cast<int>(ceil_div(args.rows, rows_a_part)), [&](int part) {
+        thread_local std::vector<float> activated;  // which the next product reuses
+        int64_t end = std::min(args.rows, (part + 1) * rows_a_part);
+        bool is_plain = args.activation.function == Function::none;
+        if (!is_plain) activated.resize(std::max<size_t>(activated.size(), args.in));
+        for (int64_t row = part * rows_a_part; row < end; row++) {
+            if (is_plain) {
+                prepare(row, Row<T>{x + row * width});
+            } else {
+                activate_row(x + row * width, args.activation, args.in, activated.data());
+                prepare(row, Row<float>{activated.data()});
+            }
+        }
+    });
 }
 
 // Stores LANES outputs of a row, from `column` of their panel on. Outputs beyond the panel's `columns` are padding.

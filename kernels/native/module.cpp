@@ -37,6 +37,14 @@ public:
         return failed() ? nullptr : static_cast<T*>(PyLong_AsVoidPtr(*values_++));
     }
 
+    Activation activation() {
+        Activation by{};
+        by.function = static_cast<Function>(integer());
+        by.is_gated = integer() != 0;
+        for (float& parameter : by.parameters) parameter = real();
+        return by;
+    }
+
     bool failed() const { return PyErr_Occurred() != nullptr; }
 
 private:
@@ -69,13 +77,13 @@ PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->rms_norm(pool, dtype, x, weight, residual, residual_dtype, out, rows, size, eps); });
 }
 
-PyObject* gate_and_mul(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 6);
+PyObject* activate(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 9);
     Dtype dtype = next.dtype();
-    void *gate_up = next.address(), *out = next.address();
+    void *x = next.address(), *out = next.address();
     int64_t rows = next.integer(), size = next.integer();
-    Activation activation = static_cast<Activation>(next.integer());
-    return run(next, [=] { ops->gate_and_mul(pool, dtype, gate_up, out, rows, size, activation); });
+    Activation activation = next.activation();
+    return run(next, [=] { ops->activate(pool, dtype, x, out, rows, size, activation); });
 }
 
 PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -197,7 +205,7 @@ enum class Scales { apart, inside };  // where a packed weight has its scales
 
 template <typename Op>
 PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, const Op& op) {
-    Arguments next(values, count, scales == Scales::apart ? 11 : 10);
+    Arguments next(values, count, scales == Scales::apart ? 14 : 13);
     Dtype dtype = next.dtype();
     LinearArgs args{};
     args.x = next.address();
@@ -209,7 +217,7 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
     args.rows = next.integer();
     args.in = next.integer();
     args.out_size = next.integer();
-    args.activation = static_cast<Activation>(next.integer());
+    args.activation = next.activation();
     return run(next, [=] { op(pool, dtype, args); });
 }
 
@@ -354,7 +362,7 @@ PyObject* keep_freed_memory(PyObject*, PyObject*) {
 #define OP(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(NAME)), METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
     OP(rms_norm),
-    OP(gate_and_mul),
+    OP(activate),
     OP(rope_and_store_kv),
     OP(head_norms),
     OP(paged_attention),

@@ -52,17 +52,25 @@ struct DrawArgs {
     bool only_likeliest;            // -1 instead of any other token that is drawn
 };
 
-enum class Activation { none, silu, gelu };  // gelu: its approximation by tanh
+enum class Function { none, silu, gelu_tanh, gelu, relu, relu2, clamped_silu, xielu };  // FUNCTIONS in activate.py
+
+struct Activation {
+    Function function;
+    bool is_gated;                  // function(first half of a row) · second half
+    float parameters[2];
+
+    int64_t width() const { return is_gated ? 2 : 1; }
+};
 
 struct LinearArgs {
-    const void* x;                  // [rows, in], or [rows, 2 * in] if gated
+    const void* x;                  // [rows, in], or [rows, 2 * in] if the activation is gated
     const void* weight;             // as the op's pack function has packed it
     const float* scales;            // of int8 weights, likewise
     const void* bias;               // [out] of x's dtype, or null
     void* out;                      // [rows, out]
     Dtype out_dtype;                // x's, or float32; linear_int8_weight_amx writes x's in any case
     int64_t rows, in, out_size;
-    Activation activation;          // multiply activation(first half of a row) · second half, unless it is none
+    Activation activation;          // of the rows before they are multiplied
 };
 
 struct Int4Args {
@@ -78,7 +86,7 @@ struct Ops {
     bool pairs_are_limited;         // int8 weights of neighbouring inputs have |w0 + w1| <= 128
     // The residual has the dtype of the rest or float32. Without x nothing is added to it; without out it is not normalized.
     void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype, void* out, int64_t rows, int64_t size, float eps);
-    void (*gate_and_mul)(ThreadPool&, Dtype, const void* gate_up, void* out, int64_t rows, int64_t size, Activation);
+    void (*activate)(ThreadPool&, Dtype, const void* x, void* out, int64_t rows, int64_t size, const Activation&);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
     void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
     // A mask has ceil(size / 32) words; bit i of word w allows element 32 * w + i. `rows` names the row of each mask. Without

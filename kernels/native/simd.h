@@ -24,6 +24,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * PAGODA_LANES)));
 }  // namespace pagoda
 
 #define PAGODA_INLINE static inline __attribute__((always_inline))
+#define PAGODA_INLINE_LAMBDA __attribute__((always_inline))
 
 #define PAGODA_APART __attribute__((noinline))  // so that it has all registers to itself
 

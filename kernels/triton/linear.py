@@ -15,11 +15,11 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from ..gate_and_mul import Activation
+from ..activate import Activation
 from ..linear import PLAIN, Linear, Use
 from ..linear_quantized import quantize_to_fp8, quantize_to_int8
+from .activate import activate_triton
 from .configs import num_processors
-from .gate_and_mul import gate_and_mul_triton
 from .linear_dequantized import multiply_dequantized
 from .linear_fixed import FixedLinear
 from .product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
@@ -56,8 +56,8 @@ class _Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class _GatedLinear:
-    """The product of activation(gate) · up. With a configuration, one kernel computes the gate as it reads the rows."""
+class _ActivatedLinear:
+    """The product of an activation. With a configuration, one kernel computes the activation as it reads the rows."""
 
     linear: _Linear
     activation: Activation
@@ -68,7 +68,7 @@ class _GatedLinear:
         config = choose(f"gated_{linear.op}", x, linear.weight, self.default)
         if config != NO_KERNEL:
             return multiply(x, linear.weight, linear.bias, config, activation=self.activation)
-        return linear(gate_and_mul_triton(x, self.activation))
+        return linear(activate_triton(x, self.activation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _Maker:
         if use.is_deterministic:
             return FixedLinear(prepared, bias, use.activation)
         linear = _Linear(self.op, prepared, bias, self.default)
-        return _GatedLinear(linear, use.activation, self.default_gated) if use.activation else linear
+        return _ActivatedLinear(linear, use.activation, self.default_gated) if use.activation else linear
 
 
 def library(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:

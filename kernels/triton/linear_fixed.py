@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from ..gate_and_mul import Activation
+from ..activate import Activation
+from .activate import activate_triton
 from .configs import num_processors
-from .gate_and_mul import gate_and_mul_triton
 from .product import Config, Weight, multiply
 
 SPLIT_INPUTS = 1024
@@ -40,10 +40,10 @@ class FixedLinear:
 
     weight: Weight
     bias: Tensor | None
-    activation: Activation
+    activation: Activation | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        x = gate_and_mul_triton(x, self.activation) if self.activation else x
+        x = activate_triton(x, self.activation) if self.activation else x
         out_size, in_size = self.weight.sizes
         config = fixed_config(in_size, x.dtype.itemsize)
         tiles = triton.cdiv(len(x), config.rows) * triton.cdiv(out_size, config.outputs)

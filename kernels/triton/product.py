@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gate_and_mul import Activation
+from ..activate import NO_ACTIVATION, Activation
+from .activate import apply, gate
 from .configs import IS_INTERPRETED, remembered, tuned
 from .dependent_launch import await_previous, dependent_launch
-from .gate_and_mul import gate
 
 REDUCED = 1024  # sums that a program adds up
 LINE_BYTES = tl.constexpr(128)  # of the level-2 cache
@@ -91,12 +91,12 @@ def multiply(
     bias: Tensor | None,
     config: Config,
     *,
-    activation: Activation = "",
+    activation: Activation | None = None,
     adds_up: bool = False,
 ) -> Tensor:
     """x · weightᵀ + bias, accumulated in float32.
 
-    x        [rows, in]; if gated [rows, 2 * in], to which `gate_and_mul` is applied first
+    x        [rows, in]; [rows, width * in] of an activation, which is applied first
     bias     [out], x's dtype, or None
     adds_up  each program computes all splits and adds them up, in the order in which another launch would
     return   [rows, out], x's dtype
@@ -111,6 +111,7 @@ def multiply(
     splits = triton.cdiv(tiles, tiles_per_split)
     programs = 1 if adds_up else splits
     sums = out if programs == 1 else torch.empty(splits, rows, out_size, dtype=torch.float32, device=x.device)
+    _, is_gated, first, second = activation.numbers if activation else NO_ACTIVATION
     _multiply[(triton.cdiv(rows, config.rows), triton.cdiv(out_size, config.outputs), programs)](
         x.contiguous(),
         weight.values,
@@ -121,12 +122,15 @@ def multiply(
         out_size,
         in_size,
         tiles_per_split,
+        first,
+        second,
         ROWS=config.rows,
         OUTPUTS=config.outputs,
         INPUTS=config.inputs,
         SPLITS=splits // programs,
         IS_EVEN=in_size % config.inputs == 0,
-        ACTIVATION=activation,
+        FUNCTION=activation.function if activation else "",
+        IS_GATED=bool(is_gated),
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -150,12 +154,15 @@ def _multiply(
     out_size,
     in_size,
     tiles_per_split,
+    first_parameter,
+    second_parameter,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    IS_GATED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -166,7 +173,7 @@ def _multiply(
     # Beyond the last row and output the last one is read again, so that loads need no mask; it is not stored.
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     read_output = tl.minimum(output, out_size - 1).to(tl.int64)
-    x_width = 2 * in_size if ACTIVATION != "" else in_size
+    x_width = 2 * in_size if IS_GATED else in_size
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + read_output)[:, None]
     if PDL:
@@ -183,9 +190,12 @@ def _multiply(
             x_places = x_ptr + read_row[:, None] * x_width + inputs[None, :]
             weight = _load(weight_places, inputs, in_size, IS_EVEN)
             x = _load(x_places, inputs, in_size, IS_EVEN)
-            if ACTIVATION != "":
-                up = _load(x_places + in_size, inputs, in_size, IS_EVEN)
-                x = gate(x.to(tl.float32), up.to(tl.float32), ACTIVATION).to(x_ptr.dtype.element_ty)
+            if IS_GATED:
+                up = _load(x_places + in_size, inputs, in_size, IS_EVEN).to(tl.float32)
+                x = gate(x.to(tl.float32), up, first_parameter, second_parameter, FUNCTION)
+                x = x.to(x_ptr.dtype.element_ty)
+            elif FUNCTION != "":
+                x = apply(x.to(tl.float32), first_parameter, second_parameter, FUNCTION).to(x_ptr.dtype.element_ty)
             if UPCAST:
                 weight, x = weight.to(tl.float32), x.to(tl.float32)
             else:

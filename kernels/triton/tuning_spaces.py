@@ -10,11 +10,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from ..activate import SWIGLU
 from ..linear import GATED, LinearMaker, Use
 from ..paged import AttentionPlan, PagedKV
 from ..row_sampling import allocate_sampled
+from .activate import activate_triton
 from .dependent_launch import OFF
-from .gate_and_mul import gate_and_mul_triton
 from .inputs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -99,7 +100,7 @@ def product_spaces(model: ModelShape, op: str, make: LinearMaker, batches: Seque
 
 def _product(rows: int, sizes: tuple[int, int], make: LinearMaker, use: Use, device: torch.device) -> Work:
     out_size, in_size = sizes
-    x = normal(rows, in_size * (2 if use.activation else 1), dtype=torch.bfloat16, device=device)
+    x = normal(rows, in_size * (use.activation.width if use.activation else 1), dtype=torch.bfloat16, device=device)
     calls: list[Callable[[], Tensor]] = []
     for _ in range(num_copies(2 * out_size * in_size)):
         weight = normal(out_size, in_size, dtype=torch.bfloat16, device=device)
@@ -172,7 +173,7 @@ def _launches(model: ModelShape, rows: int, device: torch.device) -> Work:
     inputs, gate_ups = _copies(rows, model.hidden_size, device), _copies(rows, 2 * model.ffn_size, device)
 
     def call(x: Tensor, gate_up: Tensor) -> Tensor:
-        gate_and_mul_triton(gate_up)
+        activate_triton(gate_up, SWIGLU)
         return rms_norm_triton(x, weight, EPS)
 
     calls = [partial(call, *each) for each in zip(inputs, gate_ups, strict=False)]
@@ -181,7 +182,7 @@ def _launches(model: ModelShape, rows: int, device: torch.device) -> Work:
 
 def layer_spaces(model: ModelShape, rows: tuple[int, int] = ROWS) -> Iterator[Space]:
     yield Space(f"rms_norm, {model.name}", "rms_norm", partial(_norm, model.hidden_size, rows))
-    yield Space(f"gate_and_mul, {model.name}", "gate_and_mul", partial(_gate, 2 * model.ffn_size, rows))
+    yield Space(f"activate, {model.name}", "activate", partial(_activate, 2 * model.ffn_size, rows))
     yield Space(f"rope_and_store_kv, {model.name}", "rope_and_store_kv", partial(_rope, model, rows[0]))
 
 
@@ -192,8 +193,8 @@ def _norm(size: int, rows: Sequence[int], device: torch.device) -> Work:
     return Work(calls, calls[0][0])
 
 
-def _gate(size: int, rows: Sequence[int], device: torch.device) -> Work:
-    calls = [[partial(gate_and_mul_triton, x) for x in _copies(count, size, device)] for count in rows]
+def _activate(size: int, rows: Sequence[int], device: torch.device) -> Work:
+    calls = [[partial(activate_triton, x, SWIGLU) for x in _copies(count, size, device)] for count in rows]
     return Work(calls, calls[0][0])
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from pagoda_server.kernels import GATED, Linear
+from pagoda_server.kernels import GATED, Function, Linear
+
+# Of the activations that have any.
+PARAMETERS: Mapping[Function, tuple[float, ...]] = {"clamped_silu": (7.0,), "xielu": (0.8, 1.3)}
 
 
 def gated(make: Callable[..., Linear]) -> Callable[..., Linear]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.gate_and_mul import gate_and_mul
+from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.grouped_weight import INT4, GroupedFormat, GroupedWeight
 from pagoda_server.kernels.linear_grouped import linear_grouped, linear_grouped_native, multiplies_native
 from pagoda_server.kernels.linear_int8 import quantize_rows
@@ -98,7 +98,7 @@ def test_only_activations_are_rounded(form: GroupedFormat, in_size: int, out_siz
 
 def test_what_is_gated_is_rounded_once() -> None:
     weight, x = random_weight(20, 96), torch.randn(5, 192).bfloat16()
-    exact = restored(gate_and_mul(x.float())) @ weight.dequantize().double().T
+    exact = restored(activate(x.float(), SWIGLU)) @ weight.dequantize().double().T
     product = gated(linear_grouped)(weight, None)(x)
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.double(), exact, atol=1e-3, rtol=0.004)

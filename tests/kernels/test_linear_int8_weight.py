@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pagoda_server.kernels.gate_and_mul import gate_and_mul
+from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.linear_quantized import (
     has_native_int8_weight,
     linear_int8_weight,
@@ -49,7 +49,7 @@ def test_gated_products_are_those_of_the_reference(dtype: torch.dtype, in_size: 
     x, weight = torch.randn(rows, 2 * in_size).to(dtype), torch.randn(40, in_size).to(dtype)
     product = gated(linear_int8_weight_native)(weight, None)(x)
     # Gated activations are rounded to bfloat16, to either side if they are half-way.
-    once = linear_int8_weight(weight, None)(gate_and_mul(x.float()).bfloat16().to(dtype))
+    once = linear_int8_weight(weight, None)(activate(x.float(), SWIGLU).bfloat16().to(dtype))
     torch.testing.assert_close(product, once, atol=0.002 * in_size**0.5, rtol=0.01)
     torch.testing.assert_close(product, gated(linear_int8_weight)(weight, None)(x), atol=0.02 * in_size**0.5, rtol=0.02)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagoda_server.kernels.gate_and_mul import gate_and_mul
+from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.linear import HEAD, linear_whole_native
 from tests.kernels.products import gated
 
@@ -34,7 +34,7 @@ def test_products_are_those_in_float64(
 @pytest.mark.parametrize("rows", [1, 7])
 def test_what_is_gated_is_not_rounded_before_it_is_multiplied(dtype: torch.dtype, rows: int) -> None:
     x, weight = torch.randn(rows, 2 * 100).to(dtype), torch.randn(40, 100).to(dtype)
-    exact = gate_and_mul(x.double()) @ weight.double().T
+    exact = activate(x.double(), SWIGLU) @ weight.double().T
     product = gated(linear_whole_native)(weight, None)(x)
     torch.testing.assert_close(product.double(), exact, atol=1e-4, rtol=1e-5 if dtype == torch.float32 else 0.004)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels import Recorder, set_num_threads
-from pagoda_server.kernels.gate_and_mul import gate_and_mul_native
+from pagoda_server.kernels.activate import SWIGLU, activate_native
 from pagoda_server.kernels.native_module import native
 from pagoda_server.kernels.recording import empty
 from pagoda_server.kernels.rms_norm import rms_norm_native
@@ -23,7 +23,7 @@ def chain(x: Tensor) -> Tensor:
     second = rms_norm_native(first, WEIGHT, 1e-5)
     for _ in range(5):
         second = rms_norm_native(second, WEIGHT, 1e-5)
-    return gate_and_mul_native(rms_norm_native(second, WEIGHT, 1e-5, first))
+    return activate_native(rms_norm_native(second, WEIGHT, 1e-5, first), SWIGLU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

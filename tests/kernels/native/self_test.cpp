@@ -31,7 +31,7 @@ bool thread_pool_is_right() {
 
 const NamedTest TESTS[] = {
     {"rms_norm", test_rms_norm},
-    {"gate_and_mul", test_gate_and_mul},
+    {"activate", test_activate},
     {"rope_and_store_kv", test_rope_and_store_kv},
     {"paged_attention, decode", test_decode_attention},
     {"paged_attention, few queries", test_attention_of_few_queries},

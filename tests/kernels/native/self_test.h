@@ -177,14 +177,38 @@ struct Subject {
     bool has_matrix_unit() const { return std::strcmp(ops.name, "amx") == 0; }
 };
 
-inline double activate(Activation activation, double x) {
-    double y = activation == Activation::silu ? x : std::sqrt(8 / M_PI) * (x + 0.044715 * x * x * x);
-    return x / (1 + std::exp(-y));
+// How a test names an activation. Its parameters are 7 and 1.3, of functions that have any.
+inline Activation activation(Function function, bool is_gated) { return {function, is_gated, {7, 1.3f}}; }
+
+constexpr int FUNCTIONS = static_cast<int>(Function::xielu);  // the greatest number of one
+
+inline double activate(const Activation& by, double x) {
+    double limit = by.parameters[0], low = std::min(x, limit);
+    switch (by.function) {
+        case Function::none: return x;
+        case Function::silu: return x / (1 + std::exp(-x));
+        case Function::gelu_tanh: return x / (1 + std::exp(-std::sqrt(8 / M_PI) * (x + 0.044715 * x * x * x)));
+        case Function::gelu: return x * std::erfc(-x / M_SQRT2) / 2;
+        case Function::relu: return x < 0 ? 0 : x;
+        case Function::relu2: return x < 0 ? 0 : x * x;
+        case Function::clamped_silu: return std::isnan(x) ? x : low / (1 + std::exp(-1.702 * low));
+        case Function::xielu: return (x > 0 ? limit * x * x : by.parameters[1] * (std::expm1(std::min(x, -1e-6)) - x)) + x / 2;
+    }
+    return x;
+}
+
+// Of a row of `size` outputs: x(i) is element i of the input.
+template <typename Element>
+double activate(const Activation& by, int64_t size, int64_t i, const Element& x) {
+    double up = by.is_gated ? x(size + i) : 1;
+    if (by.is_gated && by.function == Function::clamped_silu && !std::isnan(up))
+        up = std::clamp<double>(up, -by.parameters[0], by.parameters[0]) + 1;
+    return activate(by, x(i)) * up;
 }
 
 using Test = Findings(const Subject&);
 
-Test test_rms_norm, test_gate_and_mul, test_rope_and_store_kv, test_argmax, test_argmax_of_masked_rows, test_mask_rows;
+Test test_rms_norm, test_activate, test_rope_and_store_kv, test_argmax, test_argmax_of_masked_rows, test_mask_rows;
 Test test_draw, test_unsure_draws;
 Test test_decode_attention, test_attention_of_few_queries, test_prefill_attention;
 Test test_int8_exactly, test_int8, test_int8_of_odd_rows, test_embedding_int8, test_int4_exactly, test_int4, test_whole;

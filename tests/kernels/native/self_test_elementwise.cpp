@@ -33,29 +33,33 @@ Findings test_rms_norm(const Subject& on) {
     return found;
 }
 
-Findings test_gate_and_mul(const Subject& on) {
+Findings test_activate(const Subject& on) {
     Findings found(1e-6 + on.rounding());
     Random random(2);
     for (int64_t size : {1, 7, 16, 33, 250})
-        for (int64_t rows : {1, 2, 17}) {
-            Activation activation = rows == 2 ? Activation::gelu : Activation::silu;
-            double condition = activation == Activation::gelu ? 16 : 1;  // its exponent is rounded, too
-            Tensor gate_up(on.dtype, rows * 2 * size, random, 20.0), out(on.dtype, rows * size);
-            for (int64_t row = 0; row < rows; row++) {  // over the range of e^x and beyond
-                gate_up.set(row * 2 * size, row % 2 ? 200.0 : -200.0);
-                if (size > 20) gate_up.set(row * 2 * size + 20, std::nan(""));
-            }
-            on.ops.gate_and_mul(on.pool, on.dtype, gate_up.data(), out.data(), rows, size, activation);
-            for (int64_t row = 0; row < rows; row++)
-                for (int64_t i = 0; i < size; i++) {
-                    double got = out.at(row * size + i), want = activate(activation, gate_up.at(row * 2 * size + i)) * gate_up.at((row * 2 + 1) * size + i);
-                    if (std::isnan(want))
-                        found.require(std::isnan(got), "lost a NaN");
-                    else
-                        found.compare(got, want, std::fabs(want) * condition);
+        for (int64_t rows : {1, 2, 17})
+            for (int number = 1; number <= FUNCTIONS; number++) {
+                Activation by = activation(static_cast<Function>(number), (number + rows) % 3 != 0);
+                bool is_exact = by.function == Function::silu;  // the exponents of others are rounded, too
+                int64_t width = by.width() * size;
+                Tensor x(on.dtype, rows * width, random, 20.0), out(on.dtype, rows * size);
+                for (int64_t row = 0; row < rows; row++) {  // over the range of e^x and beyond
+                    x.set(row * width, row % 2 ? 200.0 : -200.0);
+                    if (size > 20) x.set(row * width + 20, std::nan(""));
                 }
-            found.require_guards(out);
-        }
+                on.ops.activate(on.pool, on.dtype, x.data(), out.data(), rows, size, by);
+                for (int64_t row = 0; row < rows; row++)
+                    for (int64_t i = 0; i < size; i++) {
+                        double got = out.at(row * size + i), want = activate(by, size, i, [&](int64_t at) { return x.at(row * width + at); });
+                        double up = by.is_gated ? x.at(row * width + size + i) : 1, magnitude = std::fabs(want);
+                        if (by.function == Function::xielu) magnitude += std::fabs(up);  // it has a zero between -2 and -0.5
+                        if (std::isnan(want))
+                            found.require(std::isnan(got), "lost a NaN");
+                        else
+                            found.compare(got, want, magnitude * (is_exact ? 1 : 16));
+                    }
+                found.require_guards(out);
+            }
     return found;
 }
 

@@ -9,10 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagoda_server.kernels.activate import FUNCTIONS, SWIGLU, Activation
 from pagoda_server.kernels.linear import Linear
 from pagoda_server.kernels.rope_and_store_kv import HeadNorms
 from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
-from pagoda_server.kernels.triton.gate_and_mul import gate_and_mul_triton
+from pagoda_server.kernels.triton.activate import activate_triton
 from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -35,7 +36,7 @@ from pagoda_server.kernels.triton.product import Weight, multiply
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
-from tests.kernels.products import gated
+from tests.kernels.products import PARAMETERS, gated
 
 META = torch.device("meta")
 ROWS = 24  # not a multiple of 16, since compiled code must not depend on the number of rows
@@ -84,7 +85,11 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
     float8_pages = random_pages(model, 1, ROWS, torch.float8_e4m3fn, META)
     yield Case(f"{model.name} rms_norm", lambda: rms_norm_triton(x, weight, 1e-5))
     yield Case(f"{model.name} rms_norm of a sum", lambda: rms_norm_triton(x, weight, 1e-5, x))
-    yield Case(f"{model.name} gate_and_mul", lambda: gate_and_mul_triton(gate_up))
+    yield Case(f"{model.name} activate", lambda: activate_triton(gate_up, SWIGLU))
+    if model is LLAMA_8B:
+        for function in FUNCTIONS[1:]:
+            plain = Activation(function, is_gated=False, parameters=PARAMETERS.get(function, ()))
+            yield Case(f"{model.name} activate, {function}", partial(activate_triton, gate_up, plain))
     for name, kv, head_norms in (("", pages, None), (", head norms", pages, norms), (", float8", float8_pages, None)):
         call = partial(rope_and_store_kv_triton, qkv, cos, sin, slots, kv, head_norms, positions)
         yield Case(f"{model.name} rope{name}", call)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels.gate_and_mul import Activation
+from pagoda_server.kernels.activate import SWIGLU, Activation
 from pagoda_server.kernels.linear import linear
 from pagoda_server.kernels.triton.linear import linear_triton
 from pagoda_server.kernels.triton.product import Config, Weight, bucket, multiply
@@ -41,7 +41,7 @@ def test_rows_are_multiplied_by_the_transposed_weight(
     x = random(rows, in_size * (2 if is_gated else 1), dtype=dtype)
     weight, bias = random(out_size, in_size, dtype=dtype), random(out_size, dtype=dtype) if has_bias else None
     whole = (gated(linear) if is_gated else linear)(weight.double(), None if bias is None else bias.double())
-    result = multiply(x, Weight(weight), bias, config(splits=splits), activation="silu" if is_gated else "")
+    result = multiply(x, Weight(weight), bias, config(splits=splits), activation=SWIGLU if is_gated else None)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), whole(x.double()), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
@@ -86,9 +86,9 @@ def test_the_kernel_multiplies_where_it_was_measured_to_be_faster(
     chosen: list[tuple[int, Config, bool]] = []
 
     def noting(
-        x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, activation: Activation = ""
+        x: Tensor, weight: Weight, bias: Tensor | None, config: Config, *, activation: Activation | None = None
     ) -> Tensor:
-        chosen.append((len(x), config, activation != ""))
+        chosen.append((len(x), config, activation is not None))
         return multiply(x, weight, bias, config, activation=activation)
 
     monkeypatch.setattr("pagoda_server.kernels.triton.linear.multiply", noting)
