@@ -131,6 +131,11 @@ class ConfigFile:
             if value := self._get(name):
                 raise ConfigError(f"config.json: {name} {shown(value)} is not supported")
 
+    def require(self, *names: str) -> None:
+        """Raise ConfigError if the file has none of these fields, whose defaults no family assumes."""
+        if not any(self.has(name) for name in names):
+            raise ConfigError(f"config.json has no {' or '.join(names)}")
+
     def ignore(self, *names: str) -> None:
         """Take fields for read that have no effect beside the others of this file."""
         self._read.update(names)
@@ -210,7 +215,15 @@ class ConfigFile:
 
 
 # By their names in `hidden_act`.
-ACTIVATIONS: dict[str, Function] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Function] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +362,7 @@ class ModelConfig:
         """
         activation = file.text(activation_field, default_activation)
         if activation not in activations:
-            known = " and ".join(map(repr, activations))
+            known = ", ".join(activations)
             raise ConfigError(f"config.json: {activation_field} {shown(activation)} is not supported; {known} are")
         num_layers, hidden_size = file.size("num_hidden_layers"), file.size("hidden_size")
         num_heads = file.size("num_attention_heads")

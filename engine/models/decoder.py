@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Activation, AttentionPlan, Backend, HeadNorms, PagedKV, Use
+from ..core.errors import ConfigError
 from .config import ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
 from .weights import Rows, Weights
@@ -164,7 +165,7 @@ class Attention:
         output = Rows(
             f"{name}.{config.names.output}",
             hidden,
-            factor=config.residual_scale,
+            factor=1.0 if config.norms.attention_behind else config.residual_scale,
             is_transposed=config.is_transposed,
         )
         self._output = weights.linear([output], query, config.output_bias)
@@ -230,13 +231,24 @@ class MLP:
         parts = [(names.gate_up, 2 * ffn)] if names.gate_up else parts
         rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
         self._up = weights.linear(rows, hidden, config.mlp_bias)
-        down = Rows(f"{name}.{names.down}", hidden, factor=config.residual_scale, is_transposed=config.is_transposed)
-        is_gated = bool(names.gate or names.gate_up)
-        self._down = weights.linear([down], ffn, config.mlp_bias, Use(Activation(config.activation, is_gated)))
+        factor = 1.0 if config.norms.mlp_behind else config.residual_scale
+        down = Rows(f"{name}.{names.down}", hidden, factor=factor, is_transposed=config.is_transposed)
+        parameters = _xielu(weights, f"{name}.act_fn") if config.activation == "xielu" else ()
+        activation = Activation(config.activation, bool(names.gate or names.gate_up), parameters)
+        self._down = weights.linear([down], ffn, config.mlp_bias, Use(activation))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
         return self._down(self._up(x))
+
+
+def _xielu(weights: Weights, name: str) -> tuple[float, float]:
+    """αₚ and αₙ, which are positive: the checkpoint has what softplus makes them of, and αₙ is above β."""
+    positive, negative = weights.number(f"{name}.alpha_p", 1), weights.number(f"{name}.alpha_n", 1)
+    beta = weights.number(f"{name}.beta")
+    if beta != 0.5:
+        raise ConfigError(f"tensor {name}.beta is {beta}; only 0.5 is supported")
+    return math.log1p(math.exp(positive)), beta + math.log1p(math.exp(negative))
 
 
 class Layer:
@@ -249,12 +261,12 @@ class Layer:
         self._mlp = MLP(weights, f"{name}.{config.names.mlp}", config)
         self._is_parallel = config.is_parallel
         self._before_attention, self._behind_attention, self._before_mlp, self._behind_mlp = (
-            _norm(weights, f"{name}.{norm}", config) if norm else None
-            for norm in (
-                config.norms.attention_before,
-                config.norms.attention_behind,
-                config.norms.mlp_before,
-                config.norms.mlp_behind,
+            _norm(weights, f"{name}.{norm}", config, factor) if norm else None
+            for norm, factor in (
+                (config.norms.attention_before, 1.0),
+                (config.norms.attention_behind, config.residual_scale),
+                (config.norms.mlp_before, 1.0),
+                (config.norms.mlp_behind, config.residual_scale),
             )
         )
 
@@ -269,8 +281,8 @@ class Layer:
         stream.add(self._mlp(stream.read(self._before_mlp)), self._behind_mlp)
 
 
-def _norm(weights: Weights, name: str, config: ModelConfig) -> Norm:
-    rows = Rows(name, config.hidden_size, offset=config.norm_offset)
+def _norm(weights: Weights, name: str, config: ModelConfig, factor: float = 1.0) -> Norm:
+    rows = Rows(name, config.hidden_size, factor=factor, offset=config.norm_offset)
     weight = weights.norm(rows) if config.has_norm_weights else weights.ones(config.hidden_size)
     return Norm(weights.ops, weight, config.norm_eps)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..core.errors import ConfigError
-from .config import ACTIVATIONS, POST_NORMS, ConfigFile, LayerNorms, ModelConfig, Names
+from .config import ACTIVATIONS, POST_NORMS, PRE_NORMS, ConfigFile, LayerNorms, ModelConfig, Names
 from .rope import RopeConfig
 
 _SLIDING_WINDOW = 4096
@@ -40,6 +40,39 @@ def _mistral(file: ConfigFile, name: str) -> ModelConfig:
     config = ModelConfig.read(file, name)
     window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
     return replace(config, windows=file.windows(config.num_layers, window))
+
+
+def _ministral3(file: ConfigFile, name: str) -> ModelConfig:
+    """Mistral AI, 2025: Mistral whose queries grow with their positions, beyond those that RoPE was trained for."""
+    file.require("rope_parameters")
+    config = ModelConfig.read(file, name, norm_eps=1e-5)
+    return replace(config, windows=(file.optional_size("sliding_window"),) * config.num_layers)
+
+
+def _cwm(file: ConfigFile, name: str) -> ModelConfig:
+    """Meta, 2025: Llama with a window on three of four layers."""
+    file.require("rope_parameters", "rope_scaling")
+    config = ModelConfig.read(file, name, norm_eps=1e-5, rope_theta=1_000_000.0)
+    window = file.optional_size("sliding_window", absent=8192)
+    usual = tuple(window if number % 4 else None for number in range(config.num_layers))
+    windows = file.windows(config.num_layers, window, usual)
+    return replace(config, mlp_bias=file.flag("mlp_bias", False), windows=windows)
+
+
+def _arcee(file: ConfigFile, name: str) -> ModelConfig:
+    """Arcee AI, 2025: Llama with relu² and without a gate."""
+    config = ModelConfig.read(file, name, norm_eps=1e-5, default_activation="relu2")
+    bias, mlp_bias = file.flag("attention_bias", False), file.flag("mlp_bias", False)
+    return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, names=Names(gate=""))
+
+
+def _apertus(file: ConfigFile, name: str) -> ModelConfig:
+    """Swiss AI, 2025: xIELU without a gate, and norms of each head."""
+    file.require("rope_parameters", "rope_scaling")
+    config = ModelConfig.read(file, name, norm_eps=1e-5, default_activation="xielu", rope_theta=12_000_000.0)
+    norms = LayerNorms(attention_before="attention_layernorm", mlp_before="feedforward_layernorm")
+    bias = file.flag("attention_bias", False)
+    return replace(config, qkv_bias=bias, output_bias=bias, norms=norms, head_norms="each", names=Names(gate=""))
 
 
 def _qwen2(file: ConfigFile, name: str) -> ModelConfig:
@@ -114,6 +147,20 @@ def _granite(file: ConfigFile, name: str) -> ModelConfig:
         score_scale=file.number("attention_multiplier", 1.0),
         residual_scale=file.number("residual_multiplier", 1.0),
         logit_scale=1 / file.positive("logits_scaling", 1.0),
+    )
+
+
+def _hyperclovax(file: ConfigFile, name: str) -> ModelConfig:
+    """NAVER, 2025: Granite that multiplies logits where Granite divides, with norms on both sides of each sublayer."""
+    config = _llama(file, name)
+    norms = LayerNorms("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    return replace(
+        config,
+        norms=norms if file.flag("use_post_norm", True) else PRE_NORMS,
+        embedding_scale=file.number("embedding_multiplier", 1.0),
+        score_scale=file.number("attention_multiplier", config.head_dim**-0.5),
+        residual_scale=file.number("residual_multiplier", 1.0),
+        logit_scale=file.positive("logits_scaling", 1.0),
     )
 
 
@@ -218,14 +265,21 @@ def _gemma3(file: ConfigFile, name: str) -> ModelConfig:
 
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", _llama),
+    Family("LlamaForCausalLM", "internlm3", _llama),
+    Family("LlamaForCausalLM", "iquestcoder", _llama),
     Family("MistralForCausalLM", "mistral", _mistral),
     Family("MinistralForCausalLM", "ministral", _mistral),
+    Family("Ministral3ForCausalLM", "ministral3", _ministral3),
+    Family("CwmForCausalLM", "cwm", _cwm),
+    Family("ArceeForCausalLM", "arcee", _arcee),
+    Family("ApertusForCausalLM", "apertus", _apertus),
     Family("Qwen2ForCausalLM", "qwen2", _qwen2),
     Family("Qwen3ForCausalLM", "qwen3", _qwen3),
     Family("Olmo2ForCausalLM", "olmo2", _olmo2),
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
     Family("SmolLM3ForCausalLM", "smollm3", _smollm3),
     Family("GraniteForCausalLM", "granite", _granite),
+    Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax),
     Family("GlmForCausalLM", "glm", _glm),
     Family("Glm4ForCausalLM", "glm4", _glm4),
     Family("Exaone4ForCausalLM", "exaone4", _exaone4),

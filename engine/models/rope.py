@@ -158,6 +158,9 @@ def _read(
     if mscale and mscale_all_dim:
         gain = _yarn_gain(factor, number("mscale")) / _yarn_gain(factor, number("mscale_all_dim"))
     truncate = parameters.get("truncate")
+    longest = max(trained, int(min(factor * original, sys.float_info.max)))
+    if parameters.get("llama_4_scaling_beta"):
+        longest = original  # beyond, queries are multiplied by a factor of their position, which is not computed
     return RopeConfig(
         theta,
         variant,
@@ -167,7 +170,7 @@ def _read(
         beta_slow=number("beta_slow", 1.0),
         truncate=True if truncate is None else bool(truncate),
         attention_factor=number("attention_factor", gain),
-        max_positions=max(trained, int(min(factor * original, sys.float_info.max))),
+        max_positions=longest,
     )
 
 

@@ -173,6 +173,12 @@ class Weights:
         """The weight of a norm, [size]."""
         return self._filled(self._empty(rows.size), [rows], "weight")
 
+    def number(self, name: str, *shape: int) -> float:
+        """A tensor of one number, [] or [1] as `shape` says."""
+        place = torch.empty(shape)
+        self._tensors.fill(place, name, Rows(name, 1))
+        return place.item()
+
     def ones(self, size: int) -> Tensor:
         """The weight of a norm that has none."""
         return self._empty(size).fill_(1.0)

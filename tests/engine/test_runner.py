@@ -234,7 +234,7 @@ def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "factor of linear RoPE"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": -1}}, "factor of yarn RoPE"),
         ({"rope_parameters": "fast"}, "RoPE parameters must be an object"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"hidden_act": "tanh"}, "'tanh' is not supported"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config \{'bits': 4\} is not supported"),
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers must be a positive whole number, not 'two'"),

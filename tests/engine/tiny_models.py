@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
+    CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma3TextConfig,
@@ -19,7 +22,11 @@ from transformers import (
     GlmConfig,
     GraniteConfig,
     HeliumConfig,
+    HyperCLOVAXConfig,
+    InternLM3Config,
+    IQuestCoderConfig,
     LlamaConfig,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     Olmo2Config,
@@ -58,6 +65,8 @@ def _rope(kind: str, **parameters: float) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, **parameters}
 
 
+_LLAMA3_ROPE = _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+
 MODELS: dict[str, PreTrainedConfig] = {
     "llama with biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
     "llama": LlamaConfig(**_SIZES),
@@ -86,6 +95,33 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "ministral": MinistralConfig(
         **_SIZES, head_dim=8, sliding_window=7, layer_types=["sliding_attention", "full_attention"], **_NO_TOKENS
+    ),
+    "ministral3": Ministral3Config(
+        **_SIZES,
+        head_dim=8,
+        rope_parameters=_rope("yarn", original_max_position_embeddings=256, llama_4_scaling_beta=0.1),
+        **_NO_TOKENS,
+    ),
+    "arcee": ArceeConfig(**_SIZES, head_dim=8, attention_bias=True, mlp_bias=True, **_NO_TOKENS),
+    "apertus": ApertusConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE, **_NO_TOKENS),
+    "cwm": CwmConfig(
+        **_SIZES,
+        head_dim=8,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=_LLAMA3_ROPE,
+        eos_token_id=2,
+    ),
+    "internlm3": InternLM3Config(**_SIZES, head_dim=16),
+    "iquestcoder": IQuestCoderConfig(**_SIZES, head_dim=16),
+    "hyperclovax": HyperCLOVAXConfig(
+        **_SIZES,
+        head_dim=8,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.5,
+        **_NO_TOKENS,
     ),
     "smollm3": SmolLM3Config(**_SIZES, no_rope_layers=[1, 0], **_NO_TOKENS),
     "granite": GraniteConfig(
@@ -138,10 +174,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         **_NO_TOKENS,
     ),
     "linear rope": LlamaConfig(**_SIZES, rope_parameters=_rope("linear")),
-    "llama3 rope": LlamaConfig(
-        **_SIZES,
-        rope_parameters=_rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
-    ),
+    "llama3 rope": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE),
     "yarn rope": LlamaConfig(**_SIZES, rope_parameters=_rope("yarn", original_max_position_embeddings=64)),
     "yarn rope, not truncated": LlamaConfig(
         **_SIZES,
