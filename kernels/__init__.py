@@ -5,14 +5,16 @@ from .adjust_logits import LogitAdjustments
 from .backend import UNQUANTIZED, Backend
 from .copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from .embedding import Embedding
+from .experts import Experts, ExpertWeights
 from .grouped_weight import INT4, GroupedFormat, GroupedWeight
-from .linear import GATED, HEAD, PLAIN, Linear, Use, is_compiled_whole
+from .linear import GATED, HEAD, PLAIN, ROUTER, Linear, Use, is_compiled_whole
 from .linear_quantized import has_native_int8_weight
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from .paged import AttentionPlan, PagedKV
 from .recording import Recorder, Recording
 from .registry import load_backend
 from .rope_and_store_kv import HeadNorms
+from .route import Routing
 from .row_sampling import (
     MAX_TOP_LOGPROBS,
     SampledRows,
@@ -29,12 +31,15 @@ __all__ = [
     "INT4",
     "MAX_TOP_LOGPROBS",
     "PLAIN",
+    "ROUTER",
     "UNQUANTIZED",
     "Activation",
     "AttentionPlan",
     "Backend",
     "Draws",
     "Embedding",
+    "ExpertWeights",
+    "Experts",
     "Function",
     "GroupedFormat",
     "GroupedWeight",
@@ -44,6 +49,7 @@ __all__ = [
     "PagedKV",
     "Recorder",
     "Recording",
+    "Routing",
     "SampledRows",
     "SamplingRows",
     "Use",

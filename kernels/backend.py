@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
 from .embedding import Embedding, embedding, embedding_native
+from .experts import Experts, ExpertsMaker, ExpertWeights, experts, experts_native
 from .grouped_weight import GroupedFormat
 from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native
 from .linear_grouped import linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
@@ -28,6 +29,7 @@ from .paged_attention import (
 )
 from .rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
 from .rope_and_store_kv import HeadNorms, rope_and_store_kv, rope_and_store_kv_cpu, rope_and_store_kv_native
+from .route import Routes, Routing, route, route_native
 from .row_sampling import SampledRows, SamplingRows, Verified, sample_rows
 from .sample import Draws, likeliest_if_drawn, most_likely_allowed, sample
 from .sample_cpu import (
@@ -79,6 +81,7 @@ class Backend:
     embedding    its result has the dtype of the residual stream: the table's, or float32
     makers       make the products of weights in each format; REFERENCE has all formats
     multiplies   whether products in int4 take a weight in this format
+    join         makes an expert layer of products in each format; its reference is `experts`
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
     weights           the format that a model's matrices get; int4: those that `keeps` names as they are, others int8
@@ -97,6 +100,8 @@ class Backend:
     rope_and_store_kv: RopeAndStoreKV
     plan_attention: PlanAttention
     paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
+    route: Callable[[Tensor, Routing, Tensor | None], Routes]
+    join: ExpertsMaker
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
     sample: Callable[[Tensor, Draws], Tensor]
     likeliest_if_drawn: Callable[[Tensor, Draws], Tensor]
@@ -118,8 +123,14 @@ class Backend:
         return self.weights == "int4" and form is not None and self.multiplies(form)
 
     def linear(self, weight: Any, bias: Tensor | None, use: Use = PLAIN) -> Linear:
-        """Make a product with a weight, which gets this backend's format."""
-        return self.makers[self.weights](weight, bias, replace(use, is_deterministic=self.is_deterministic))
+        """Make a product with a weight, which gets this backend's format, unless it is a router's."""
+        make = self.makers[UNQUANTIZED if use.is_router else self.weights]
+        return make(weight, bias, replace(use, is_deterministic=self.is_deterministic))
+
+    def experts(self, weights: Iterable[ExpertWeights], count: int, use: Use) -> Experts:
+        """Make an expert layer, whose weights get this backend's format."""
+        use = replace(use, is_deterministic=self.is_deterministic)
+        return self.join(self.makers[self.weights], weights, count, use)
 
     def can_record(self, kv: PagedKV) -> bool:
         """Whether a `Recorder` captures every op of a model with such pages, except embedding and rotation tables."""
@@ -143,6 +154,8 @@ REFERENCE = Backend(
     rope_and_store_kv=rope_and_store_kv,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
+    route=route,
+    join=experts,
     adjust_logits=adjust_logits,
     sample=sample,
     likeliest_if_drawn=likeliest_if_drawn,
@@ -159,6 +172,8 @@ CPU = Backend(
     rope_and_store_kv=rope_and_store_kv_cpu,
     plan_attention=plan_attention_cpu,
     paged_attention=paged_attention_cpu,
+    route=route,
+    join=experts,
     adjust_logits=adjust_logits,
     sample=sample_cpu,
     likeliest_if_drawn=likeliest_if_drawn,
@@ -180,6 +195,8 @@ NATIVE = Backend(
     rope_and_store_kv=rope_and_store_kv_native,
     plan_attention=plan_attention_native,
     paged_attention=paged_attention_native,
+    route=route_native,
+    join=experts_native,
     adjust_logits=adjust_logits_native,
     sample=sample_native,
     likeliest_if_drawn=likeliest_if_drawn_native,

@@ -30,15 +30,17 @@ class Use:
 
     activation        it multiplies `activate` of its rows, which are [width * in]; None: the rows
     is_head           it computes logits, which may be float32 whatever the dtype of x
+    is_router         it computes a router's logits, which are float32 whatever the dtype of x
     is_deterministic  the order of a row's sums must not depend on the number of rows
     """
 
     activation: Activation | None = None
     is_head: bool = False
+    is_router: bool = False
     is_deterministic: bool = False
 
 
-PLAIN, GATED, HEAD = Use(), Use(SWIGLU), Use(is_head=True)
+PLAIN, GATED, HEAD, ROUTER = Use(), Use(SWIGLU), Use(is_head=True), Use(is_router=True)
 
 
 class LinearMaker(Protocol):
@@ -91,8 +93,19 @@ def _padded(rows: int) -> int:
     return -(-rows // step) * step
 
 
+@dataclass(frozen=True, slots=True)
+class _Router:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return functional.linear(x.float(), self.weight, self.bias)
+
+
 def linear(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
-    """Make a product with an unquantized weight."""
+    """Make a product with an unquantized weight. A router's is computed in float32."""
+    if use.is_router:
+        return _Router(weight.float(), None if bias is None else bias.float())
     return _Plain(weight, bias, use.activation)
 
 
@@ -102,7 +115,7 @@ def linear_cpu(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     In float32 if oneDNN has no fast product in the weight's dtype: torch's own takes up to forty times as long. A row's
     result is the same to the last bit in any batch.
     """
-    return _packed(weight, bias, activate_cpu, use)
+    return linear(weight, bias, use) if use.is_router else _packed(weight, bias, activate_cpu, use)
 
 
 def _packed(weight: Tensor, bias: Tensor | None, activate: Callable[[Tensor, Activation], Tensor], use: Use) -> Linear:
@@ -116,7 +129,7 @@ class NativeLinear:
     """A product by compiled code, with a packed weight. A row's result is the same to the last bit in any batch.
 
     multiply  takes the addresses of x, of the packed weight's parts, of the bias and of the output
-    use       the product of a head is float32, every other one has x's dtype
+    use       the products of heads and routers are float32, every other one has x's dtype
     """
 
     def __init__(
@@ -131,21 +144,62 @@ class NativeLinear:
         self.in_size, self.packed = in_size, packed
         self._out_size, self._bias = out_size, bias
         self._addresses = *(part.data_ptr() for part in packed), 0 if bias is None else bias.data_ptr()
-        self._is_head = use.is_head
+        self._use, self._is_wide = use, use.is_head or use.is_router
         self._width = in_size * (use.activation.width if use.activation else 1)
         self._activation = use.activation.numbers if use.activation else NO_ACTIVATION
         self._multiply = multiply
 
     def __call__(self, x: Tensor, /) -> Tensor:
+        return self._product(x, len(x))
+
+    def _product(self, x: Tensor, rows: int, *of_experts: int) -> Tensor:
         assert takes(x)
-        rows, width = x.shape
-        assert width == self._width
-        dtype = torch.float32 if self._is_head else x.dtype
+        assert x.shape[1] == self._width
+        dtype = torch.float32 if self._is_wide else x.dtype
         out = empty(rows, self._out_size, dtype=dtype)
         addresses = x.data_ptr(), *self._addresses, out.data_ptr()
         sizes = rows, self.in_size, self._out_size
-        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, *self._activation)
+        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, *self._activation, *of_experts)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows that several weights multiply: first the rows of expert 0, then those of expert 1, …
+
+    starts   [experts + 1] int32, rows starts[e] to starts[e + 1] (exclusive) are those of expert e
+    sources  [rows] int32, which row of x each is; None: its own
+    """
+
+    starts: Tensor
+    sources: Tensor | None = None
+
+
+class NativeLinears(NativeLinear):
+    """Products with several weights of one size and format, each with rows of its own.
+
+    like  a product with one such weight
+    """
+
+    def __init__(self, like: NativeLinear, count: int) -> None:
+        packed = tuple(torch.empty(count, *part.shape, dtype=part.dtype) for part in like.packed)
+        bias = None if like._bias is None else torch.empty(count, *like._bias.shape, dtype=like._bias.dtype)
+        super().__init__(like.in_size, like._out_size, packed, bias, like._use, like._multiply)
+        self._sizes = count, packed[0][0].nbytes, sum(part[0].numel() for part in packed[1:])
+
+    def put(self, number: int, product: NativeLinear) -> None:
+        """Copy the weight of a product."""
+        for parts, part in zip(self.packed, product.packed, strict=True):
+            parts[number] = part
+        if self._bias is not None:
+            assert product._bias is not None
+            self._bias[number] = product._bias
+
+    def of_rows(self, x: Tensor, rows: ExpertRows) -> Tensor:
+        """[rows, out], in the order of `rows`, which is read when this is computed: a recording may replay it."""
+        sources = rows.sources
+        count, address = (len(x), 0) if sources is None else (len(sources), sources.data_ptr())
+        return self._product(x, count, rows.starts.data_ptr(), address, *self._sizes)
 
 
 def is_compiled_whole(use: Use = PLAIN) -> bool:
@@ -155,9 +209,10 @@ def is_compiled_whole(use: Use = PLAIN) -> bool:
 
 def linear_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` by compiled code, summed in float32, or by oneDNN where that is faster."""
-    if weight.dtype in DTYPES and is_compiled_whole(use):
+    # A step that is recorded has a router's product too.
+    if weight.dtype in DTYPES and (use.is_router or is_compiled_whole(use)):
         return linear_whole_native(weight, bias, use)
-    return _packed(weight, bias, activate_native, use)
+    return linear(weight, bias, use) if use.is_router else _packed(weight, bias, activate_native, use)
 
 
 def linear_whole_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:

@@ -55,6 +55,11 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype) if room is None else room.empty(shape, dtype)
 
 
+def is_recording() -> bool:
+    """Whether this thread is recording, so that ops of torch would be missing later."""
+    return _open.room is not None
+
+
 class Recording:
     """Recorded ops that can be run again.
 

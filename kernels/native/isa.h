@@ -8,6 +8,7 @@ namespace {  // each file has its own copy
 #include "attention.h"
 #include "draws.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear_whole.h"
 
 constexpr Ops make_ops(const char* name) {
@@ -56,6 +57,9 @@ constexpr Ops make_ops(const char* name) {
     };
     ops.linear_whole = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
         with_type(dtype, [&](auto type) { linear_whole<decltype(type)>(pool, args); });
+    };
+    ops.weigh_experts = [](ThreadPool& pool, Dtype dtype, const WeighArgs& args) {
+        with_type(dtype, [&](auto type) { weigh_experts<decltype(type)>(pool, args); });
     };
     return ops;
 }

@@ -164,7 +164,38 @@ void round_row(const Row& row, int64_t in, int64_t depth, Element* to) {
 }
 
 template <typename T>
+void linear_int8_weight(ThreadPool& pool, const LinearArgs& args);
+
+// Multiplies the rows of one expert after the other, copied side by side.
+template <typename T>
+void linear_int8_weight_of_experts(ThreadPool& pool, const LinearArgs& args) {
+    static std::vector<T> room;  // one op runs at a time
+    const ExpertRows& experts = args.experts;
+    int64_t width = args.activation.width() * args.in;
+    const T* x = static_cast<const T*>(args.x);
+    if (experts.sources) {
+        room.resize(std::max<size_t>(room.size(), args.rows * width));
+        for (int64_t row = 0; row < args.rows; row++)
+            std::memcpy(room.data() + row * width, x + experts.sources[row] * width, width * sizeof(T));
+        x = room.data();
+    }
+    for (int64_t expert = 0; expert < experts.count; expert++) {
+        int64_t first = experts.starts[expert];
+        LinearArgs one = args;
+        one.experts = {};
+        one.rows = experts.starts[expert + 1] - first;
+        one.x = x + first * width;
+        one.weight = static_cast<const int8_t*>(args.weight) + expert * experts.weight_bytes;
+        one.scales = args.scales + expert * experts.num_scales;
+        if (args.bias) one.bias = static_cast<const T*>(args.bias) + expert * args.out_size;
+        one.out = static_cast<T*>(args.out) + first * args.out_size;
+        linear_int8_weight<T>(pool, one);
+    }
+}
+
+template <typename T>
 void linear_int8_weight(ThreadPool& pool, const LinearArgs& args) {
+    if (args.experts.count) return linear_int8_weight_of_experts<T>(pool, args);
     static std::vector<bf16> narrow;  // one op runs at a time
     static std::vector<float> wide;
     if (args.rows == 0) return;

@@ -25,10 +25,11 @@ void for_each_row(ThreadPool& pool, const LinearArgs& args, const Prepare& prepa
         bool is_plain = args.activation.function == Function::none;
         if (!is_plain) activated.resize(std::max<size_t>(activated.size(), args.in));
         for (int64_t row = part * rows_a_part; row < end; row++) {
+            const T* from = x + (args.experts.sources ? args.experts.sources[row] : row) * width;
             if (is_plain) {
-                prepare(row, Row<T>{x + row * width});
+                prepare(row, Row<T>{from});
             } else {
-                activate_row(x + row * width, args.activation, args.in, activated.data());
+                activate_row(from, args.activation, args.in, activated.data());
                 prepare(row, Row<float>{activated.data()});
             }
         }
@@ -64,31 +65,52 @@ struct Ahead {
     }
 };
 
-// Multiplies all rows by every panel, TILE_ROWS at a time.
+// Adjacent rows that one weight multiplies, in blocks that stay in the second level of cache.
+struct Span {
+    int64_t expert, first, end, blocks, block_rows;
+    int64_t first_part;
+};
+
+// Multiplies all rows by every panel of their weight, TILE_ROWS at a time.
 //
-// weight       panels of panel_bytes each, which a tile reads in `steps` steps
+// weight       panels of panel_bytes each, which a tile reads in `steps` steps; those of experts are adjacent
 // CACHED_ROWS  rows that stay in the second level of cache
 // multiply     (rows: an integral_constant, first row, panel, Ahead&, sums: Floats [rows][VECTORS], written)
 template <int TILE_ROWS, int CACHED_ROWS, typename T, typename Multiply>
 void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weight, int64_t panel_bytes, int64_t steps,
                      const Multiply& multiply) {
-    int64_t blocks = ceil_div(args.rows, CACHED_ROWS);
-    int64_t block_rows = ceil_div(ceil_div(args.rows, blocks), TILE_ROWS) * TILE_ROWS;
-    int64_t panels = ceil_div(args.out_size, PANEL);
+    static std::vector<Span> spans;  // one op runs at a time
+    spans.clear();
+    int64_t panels = ceil_div(args.out_size, PANEL), blocks = 0;
+    auto add_span = [&](int64_t expert, int64_t first, int64_t end) {
+        if (first == end) return;
+        int64_t of_span = ceil_div(end - first, CACHED_ROWS);
+        spans.push_back({expert, first, end, of_span, ceil_div(ceil_div(end - first, of_span), TILE_ROWS) * TILE_ROWS, 0});
+        blocks += of_span;
+    };
+    if (!args.experts.count) add_span(0, 0, args.rows);
+    for (int64_t expert = 0; expert < args.experts.count; expert++)
+        add_span(expert, args.experts.starts[expert], args.experts.starts[expert + 1]);
+    int64_t count = static_cast<int64_t>(spans.size()), expert_panels = args.experts.weight_bytes / panel_bytes;
     // Few rows take little time, so a part is several panels.
-    int64_t panels_a_part = blocks > 1 ? 1 : ceil_div(panels, pool.size() * ceil_div(args.rows + 8, 4));
-    auto multiply_part = [&](int64_t panel, int64_t block) {
-        int64_t end = std::min(args.rows, (block + 1) * block_rows);
-        const T* bias = args.bias ? static_cast<const T*>(args.bias) + panel * PANEL : nullptr;
-        int64_t columns = std::min(PANEL, args.out_size - panel * PANEL);
+    int64_t few = ceil_div(count * panels, pool.size() * ceil_div(ceil_div(args.rows, std::max<int64_t>(count, 1)) + 8, 4));
+    int64_t panels_a_part = blocks > count ? 1 : std::max<int64_t>(1, std::min(panels, few)), parts = 0;
+    for (Span& span : spans) {
+        span.first_part = parts;
+        parts += ceil_div(panels, panels_a_part) * span.blocks;
+    }
+    auto multiply_part = [&](const Span& span, int64_t panel, int64_t block) {
+        int64_t first = span.first + block * span.block_rows, end = std::min(span.end, first + span.block_rows);
+        const T* bias = args.bias ? static_cast<const T*>(args.bias) + span.expert * args.out_size + panel * PANEL : nullptr;
+        int64_t columns = std::min(PANEL, args.out_size - panel * PANEL), packed_panel = span.expert * expert_panels + panel;
         // While it computes with one panel it prefetches the next, each tile of rows a share; a single tile prefetches what
         // it needs soon. Panels are adjacent in memory; prefetching beyond the last is harmless.
-        int64_t tiles = ceil_div(end - block * block_rows, TILE_ROWS);
-        const uint8_t* bytes = static_cast<const uint8_t*>(weight) + panel * panel_bytes;
+        int64_t tiles = ceil_div(end - first, TILE_ROWS);
+        const uint8_t* bytes = static_cast<const uint8_t*>(weight) + packed_panel * panel_bytes;
         Ahead ahead{bytes + (tiles > 1 ? panel_bytes : AHEAD_BYTES), ceil_div(panel_bytes, 64 * steps * tiles)};
         auto tile = [&](auto rows, int64_t row) {
             Floats sums[rows.value][VECTORS];
-            multiply(rows, row, panel, ahead, sums);
+            multiply(rows, row, packed_panel, ahead, sums);
             auto save = [&](auto* out) {
                 out += row * args.out_size + panel * PANEL;
                 for (int r = 0; r < rows.value; r++, out += args.out_size)
@@ -99,12 +121,15 @@ void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weigh
             else
                 save(static_cast<bf16*>(args.out));
         };
-        int64_t row = block * block_rows;
+        int64_t row = first;
         for (; row + TILE_ROWS <= end; row += TILE_ROWS) tile(std::integral_constant<int, TILE_ROWS>{}, row);
         with_count<TILE_ROWS - 1>(end - row, [&](auto rows) { tile(rows, row); });
     };
-    pool.run(static_cast<int>(ceil_div(panels, panels_a_part) * blocks), [&](int part) {
-        int64_t first = part / blocks * panels_a_part, end = std::min(panels, first + panels_a_part);
-        for (int64_t panel = first; panel < end; panel++) multiply_part(panel, part % blocks);
+    pool.run(static_cast<int>(parts), [&](int part) {
+        auto is_later = [](int64_t part, const Span& span) { return part < span.first_part; };
+        const Span& span = *(std::upper_bound(spans.begin(), spans.end(), part, is_later) - 1);
+        int64_t of_span = part - span.first_part;
+        int64_t first = of_span / span.blocks * panels_a_part, end = std::min(panels, first + panels_a_part);
+        for (int64_t panel = first; panel < end; panel++) multiply_part(span, panel, of_span % span.blocks);
     });
 }

@@ -7,6 +7,7 @@
 #include "head_norms.h"
 #include "ops.h"
 #include "recording.h"
+#include "route.h"
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -203,9 +204,13 @@ PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) 
 
 enum class Scales { apart, inside };  // where a packed weight has its scales
 
+// The arguments may be followed by those of experts.
 template <typename Op>
 PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, const Op& op) {
-    Arguments next(values, count, scales == Scales::apart ? 14 : 13);
+    constexpr Py_ssize_t OF_EXPERTS = 5;
+    Py_ssize_t expected = scales == Scales::apart ? 14 : 13;
+    bool has_experts = count > expected;
+    Arguments next(values, count, expected + (has_experts ? OF_EXPERTS : 0));
     Dtype dtype = next.dtype();
     LinearArgs args{};
     args.x = next.address();
@@ -218,6 +223,13 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
     args.in = next.integer();
     args.out_size = next.integer();
     args.activation = next.activation();
+    if (has_experts) {
+        args.experts.starts = next.address<int32_t>();
+        args.experts.sources = next.address<int32_t>();
+        args.experts.count = next.integer();
+        args.experts.weight_bytes = next.integer();
+        args.experts.num_scales = next.integer();
+    }
     return run(next, [=] { op(pool, dtype, args); });
 }
 
@@ -272,6 +284,54 @@ PyObject* pack_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
 
 PyObject* linear_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return multiply(values, count, Scales::inside, ops->linear_whole);
+}
+
+PyObject* route(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 13);
+    RouteArgs args{};
+    args.logits = next.address<float>();
+    args.correction = next.address<float>();
+    args.experts = next.address<int32_t>();
+    args.weights = next.address<float>();
+    args.rows = next.integer();
+    args.num_experts = next.integer();
+    args.chosen = next.integer();
+    args.groups = next.integer();
+    args.chosen_groups = next.integer();
+    args.is_sigmoid = next.integer();
+    args.is_normalized = next.integer();
+    args.scale = next.real();
+    args.least_sum = next.real();
+    return run(next, [=] { pagoda::route(pool, args); });
+}
+
+PyObject* group_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 7);
+    GroupArgs args{};
+    args.experts = next.address<int32_t>();
+    args.starts = next.address<int32_t>();
+    args.sources = next.address<int32_t>();
+    args.places = next.address<int32_t>();
+    args.rows = next.integer();
+    args.chosen = next.integer();
+    args.num_experts = next.integer();
+    return run(next, [=] { pagoda::group_rows(args); });
+}
+
+PyObject* weigh_experts(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 10);
+    Dtype dtype = next.dtype();
+    WeighArgs args{};
+    args.x = next.address();
+    args.places = next.address<int32_t>();
+    args.weights = next.address<float>();
+    args.shared = next.address();
+    args.gates = next.address<float>();
+    args.out = next.address();
+    args.rows = next.integer();
+    args.chosen = next.integer();
+    args.size = next.integer();
+    return run(next, [=] { ops->weigh_experts(pool, dtype, args); });
 }
 
 #if defined(PAGODA_HAS_AMX)
@@ -377,6 +437,9 @@ PyMethodDef methods[] = {
     OP(linear_int4),
     OP(pack_whole),
     OP(linear_whole),
+    OP(route),
+    OP(group_rows),
+    OP(weigh_experts),
 #if defined(PAGODA_HAS_AMX)
     OP(pack_int8_weight),
     OP(linear_int8_weight),

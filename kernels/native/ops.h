@@ -62,6 +62,14 @@ struct Activation {
     int64_t width() const { return is_gated ? 2 : 1; }
 };
 
+// Rows that several weights of one size, those of experts, multiply: first the rows of expert 0, then those of expert 1, …
+struct ExpertRows {
+    const int32_t* starts;          // [count + 1], rows starts[e] to starts[e + 1] (exclusive) are those of expert e
+    const int32_t* sources;         // [rows], which row of x each is; null: its own
+    int64_t count = 0;              // of experts; 0: one weight multiplies all rows
+    int64_t weight_bytes, num_scales;  // of one expert's packed weight; the experts' are adjacent, as their biases are
+};
+
 struct LinearArgs {
     const void* x;                  // [rows, in], or [rows, 2 * in] if the activation is gated
     const void* weight;             // as the op's pack function has packed it
@@ -71,6 +79,17 @@ struct LinearArgs {
     Dtype out_dtype;                // x's, or float32; linear_int8_weight_amx writes x's in any case
     int64_t rows, in, out_size;
     Activation activation;          // of the rows before they are multiplied
+    ExpertRows experts;
+};
+
+struct WeighArgs {
+    const void* x;                  // [rows * chosen, size]
+    const int32_t* places;          // [rows, chosen], which row of x is that of a choice
+    const float* weights;           // [rows, chosen]
+    const void* shared;             // [rows, size], or null
+    const float* gates;             // [rows], shared is multiplied by their sigmoid; or null
+    void* out;                      // [rows, size]
+    int64_t rows, chosen, size;
 };
 
 struct Int4Args {
@@ -103,6 +122,7 @@ struct Ops {
     void (*linear_int4)(ThreadPool&, Dtype, const LinearArgs&);
     void (*pack_whole)(ThreadPool&, Dtype, const void* weight, void* packed, int64_t in, int64_t out);
     void (*linear_whole)(ThreadPool&, Dtype, const LinearArgs&);
+    void (*weigh_experts)(ThreadPool&, Dtype, const WeighArgs&);
 };
 
 extern const Ops generic_ops, avx2_ops, avx512_ops;
