@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...checkpoints.folder import quoted, read_json_object
 from ...checkpoints.grouped_weights import QUANTIZATION_CONFIG
-from ...kernels import Function
+from ...kernels import Function, Routing
 from ..core.errors import ConfigError, shown
 from .inert_fields import is_inert
 from .rope import RopeConfig
@@ -26,6 +26,7 @@ MAX_SIZES = {
     "head_dim": 1 << 16,
     "max_position_embeddings": (1 << 31) - 1,
     "sliding_window": (1 << 31) - 1,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 1 << 12),
 }
 
 
@@ -118,6 +119,13 @@ class ConfigFile:
         if not isinstance(value, list) or not all(item in (0, 1) for item in value):
             raise ConfigError(f"config.json: {name} must be a list of 0 and 1, not {shown(value)}")
         return [bool(item) for item in value]
+
+    def layers(self, name: str, num_layers: int) -> set[int]:
+        """The numbers of layers in a list; none if the file does not say."""
+        value = self._get(name) or []
+        if not isinstance(value, list) or not set(map(str, value)) <= set(map(str, range(num_layers))):
+            raise ConfigError(f"config.json: {name} must be a list of layers below {num_layers}, not {shown(value)}")
+        return set(value)
 
     def names(self, name: str) -> list[str]:
         value = self._get(name) or []
@@ -270,8 +278,60 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names of an expert layer's tensors behind that of the layer. {} is the number of an expert.
+
+    gate, up, down          the projections of each expert
+    fused_gate_up, fused_down  tensors of all experts, [experts, out, in], which a checkpoint may have in their place
+    has_suffix              these are called .weight, as others are
+    correction              what is added to a router's scores for the choice; "": nothing
+    correction_shape        of that tensor, before its last dimension, in which it has a number for each expert
+    shared, shared_gate     the feed-forward layer that computes every token, and the product whose sigmoid weighs it
+    """
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    fused_gate_up: str = "mlp.experts.gate_up_proj"
+    fused_down: str = "mlp.experts.down_proj"
+    has_suffix: bool = False
+    correction: str = ""
+    correction_shape: tuple[int, ...] = ()
+    shared: str = ""
+    shared_gate: str = ""
+
+
+PLAIN_NAMES = ExpertNames()
+MIXTRAL_NAMES = ExpertNames(
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """Feed-forward layers whose tokens are computed by the few experts that a router chooses.
+
+    routing                how the router chooses
+    ffn_size, shared_size  width of an expert, and of the one that computes every token; 0: there is none
+    is_expert              for each layer of the model, whether it has experts
+    has_bias               whether the router and the experts have biases
+    """
+
+    routing: Routing
+    ffn_size: int
+    is_expert: tuple[bool, ...]
+    names: ExpertNames = PLAIN_NAMES
+    shared_size: int = 0
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a dense decoder computes, as data: a family is a function that reads it from config.json.
+    """What a decoder computes, as data: a family is a function that reads it from config.json.
 
     family                   the name of the family, as in `model_type`
     ffn_size                 width of a dense feed-forward layer
@@ -293,6 +353,7 @@ class ModelConfig:
     embedding_scale          what an embedding is multiplied by
     residual_scale           what is added to the stream is multiplied by it
     logit_scale              what logits are multiplied by
+    experts                  which layers have experts, and what they compute; None: all are dense
     has_int4_weights         whether the checkpoint holds some weights in 4 bits
     """
 
@@ -328,6 +389,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    experts: ExpertLayers | None = None
     has_int4_weights: bool = False
 
     @property

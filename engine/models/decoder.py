@@ -1,4 +1,4 @@
-"""A dense decoder, described by data: its frame, its residual stream, its layers, and what is folded into weights."""
+"""A decoder, described by data: its frame, its residual stream, its layers, and what is folded into weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...kernels import Activation, AttentionPlan, Backend, HeadNorms, PagedKV, Use
 from ..core.errors import ConfigError
-from .config import ModelConfig
+from .config import ExpertLayers, ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
-from .weights import Rows, Weights
+from .weights import ExpertRows, Rows, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +223,11 @@ class MLP:
     Without a gate it is down(activation(up(x))).
 
     name  of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
+    ffn   its width, if it is not that of the model's dense layers
     """
 
-    def __init__(self, weights: Weights, name: str, config: ModelConfig) -> None:
-        hidden, ffn, names = config.hidden_size, config.ffn_size, config.names
+    def __init__(self, weights: Weights, name: str, config: ModelConfig, ffn: int = 0) -> None:
+        hidden, ffn, names = config.hidden_size, ffn or config.ffn_size, config.names
         parts = [(names.gate, ffn), (names.up, ffn)] if names.gate else [(names.up, ffn)]
         parts = [(names.gate_up, 2 * ffn)] if names.gate_up else parts
         rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
@@ -251,6 +252,48 @@ def _xielu(weights: Weights, name: str) -> tuple[float, float]:
     return math.log1p(math.exp(positive)), beta + math.log1p(math.exp(negative))
 
 
+class ExpertMLP:
+    """The sum of what the chosen experts of a token compute (Shazeer et al., 2017), each of them a gated MLP.
+
+    name  of the layer in the checkpoint, as in model.layers.0
+    """
+
+    def __init__(self, weights: Weights, name: str, config: ModelConfig, experts: ExpertLayers) -> None:
+        self._ops, self._routing, names = weights.ops, experts.routing, experts.names
+        hidden, count = config.hidden_size, experts.routing.num_experts
+        self._router = weights.router(Rows(f"{name}.{names.router}", count), hidden, experts.has_bias)
+        self._correction: Tensor | None = None
+        if names.correction:
+            shape = *names.correction_shape, count
+            self._correction = weights.numbers(f"{name}.{names.correction}", *shape).flatten()
+        parts = [_expert_rows(weights, name, config, experts, each) for each in range(count)]
+        use = Use(Activation(config.activation))
+        self._experts = weights.experts(parts, hidden, experts.ffn_size, experts.has_bias, use)
+        self._shared = self._shared_gate = None
+        if experts.shared_size:
+            self._shared = MLP(weights, f"{name}.{names.shared}", config, experts.shared_size)
+        if names.shared_gate:
+            self._shared_gate = weights.router(Rows(f"{name}.{names.shared_gate}", 1), hidden)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden] to the same shape."""
+        routes = self._ops.route(self._router(x), self._routing, self._correction)
+        shared = None if self._shared is None else self._shared(x)
+        gates = None if self._shared_gate is None else self._shared_gate(x)
+        return self._experts(x, routes, shared, gates)
+
+
+def _expert_rows(weights: Weights, layer: str, config: ModelConfig, experts: ExpertLayers, number: int) -> ExpertRows:
+    """An expert's own tensors, or its parts of those of all experts."""
+    names, hidden, ffn, factor = experts.names, config.hidden_size, experts.ffn_size, config.residual_scale
+    fused = Rows(f"{layer}.{names.fused_gate_up}", 2 * ffn, expert=number, is_bare=not names.has_suffix)
+    if weights.has(fused):
+        down = Rows(f"{layer}.{names.fused_down}", hidden, factor=factor, expert=number, is_bare=not names.has_suffix)
+        return ExpertRows([fused], down)
+    gate_up = [Rows(f"{layer}.{name.format(number)}", ffn) for name in (names.gate, names.up)]
+    return ExpertRows(gate_up, Rows(f"{layer}.{names.down.format(number)}", hidden, factor=factor))
+
+
 class Layer:
     """Attention and feed-forward layer: reads the stream, adds to it, and stores keys and values in its own pages."""
 
@@ -258,7 +301,12 @@ class Layer:
         name = f"{config.names.layers}.{number}"
         window, rope = config.windows[number], config.rotations[number]
         self._attention = Attention(weights, f"{name}.{config.names.attention}", config, window, rope, rotation)
-        self._mlp = MLP(weights, f"{name}.{config.names.mlp}", config)
+        experts = config.experts
+        self._mlp: MLP | ExpertMLP
+        if experts is not None and experts.is_expert[number]:
+            self._mlp = ExpertMLP(weights, name, config, experts)
+        else:
+            self._mlp = MLP(weights, f"{name}.{config.names.mlp}", config)
         self._is_parallel = config.is_parallel
         self._before_attention, self._behind_attention, self._before_mlp, self._behind_mlp = (
             _norm(weights, f"{name}.{norm}", config, factor) if norm else None

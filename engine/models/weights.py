@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,19 @@ from torch import Tensor
 from ...checkpoints.folder import quoted, read_json_object
 from ...checkpoints.grouped_weights import MINIMUMS, SCALES, VALUES, quantized_names
 from ...checkpoints.progress import Progress, no_progress
-from ...kernels import HEAD, INT4, PLAIN, Backend, GroupedFormat, GroupedWeight, Linear, Use
+from ...kernels import (
+    HEAD,
+    INT4,
+    PLAIN,
+    ROUTER,
+    Backend,
+    Experts,
+    ExpertWeights,
+    GroupedFormat,
+    GroupedWeight,
+    Linear,
+    Use,
+)
 from ..core.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -44,12 +56,13 @@ Place = TypeVar("Place", Tensor, GroupedWeight)
 class Rows:
     """A part of the checkpoint, and what is folded into it when it is loaded.
 
-    name    without .weight or .bias
+    name    without .weight or .bias, unless it is bare: then the weight has this name, and the bias ends in _bias
     size    its number of rows
     order   [size] int64, which of the checkpoint's rows comes where; None: its own order
     factor  what rows are multiplied by: a number, or one for each row [size]
     offset  what is added to a norm's weight before that
     is_transposed  the checkpoint has [in, out] of a matrix
+    expert  which part of a tensor [experts, …] it is; None: the tensor is not one of several experts
     """
 
     name: str
@@ -58,6 +71,14 @@ class Rows:
     factor: float | Tensor = 1.0
     offset: float = 0.0
     is_transposed: bool = False
+    expert: int | None = None
+    is_bare: bool = False
+
+    def tensor_name(self, kind: str) -> str:
+        """Its name in the checkpoint; kind: weight or bias."""
+        if self.is_bare:
+            return self.name if kind == "weight" else f"{self.name}_{kind}"
+        return f"{self.name}.{kind}"
 
     def of(self, tensor: Tensor, *, is_scaled: bool = True) -> Tensor:
         """The rows of a tensor [size, …], in order and multiplied; a tensor of another size as it is."""
@@ -75,11 +96,21 @@ class Rows:
         return tensor.float() * (factor if factor.dim() == 0 else factor.view(-1, *[1] * (tensor.dim() - 1)))
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Where the weights of one expert are: those of its gate and up, which are one product, and of its down."""
+
+    gate_up: Sequence[Rows]
+    down: Rows
+
+
 class Tensors(Protocol):
     """Where weights come from."""
 
     def format_of(self, name: str) -> GroupedFormat | None:
         """The format of a weight that can fill a `GroupedWeight`; None for any other name."""
+
+    def has(self, name: str) -> bool: ...
 
     def fill(self, place: Weight, name: str, rows: Rows) -> None: ...
 
@@ -102,6 +133,9 @@ class Checkpoint:
             self._total += _data_bytes(path)
         self._in_groups = quantized_names(self._files)
 
+    def has(self, name: str) -> bool:
+        return name in self._files or self.format_of(name) is not None
+
     def format_of(self, name: str) -> GroupedFormat | None:
         return INT4 if name in self._in_groups else None
 
@@ -122,11 +156,11 @@ class Checkpoint:
         # The file is opened for each tensor, because what was read of a mapped file stays resident until it is closed.
         with self._opened(*parts) as file:
             if form is not None:
-                values, *scales = (file.get_tensor(part) for part in parts)
+                values, *scales = (_part(file, part, rows.expert) for part in parts)
                 scales = [rows.of(part).to(part.dtype) for part in scales]
                 weight: Weight = _grouped(name, form, [rows.of(values, is_scaled=False), *scales])
             else:
-                weight = rows.of(_whole(file, name))
+                weight = rows.of(_whole(file, name, rows.expert))
             if list(weight.shape) != list(place.shape):
                 shapes = (
                     f"shape {list(weight.shape)} in {self._index.name}, but config.json makes it {list(place.shape)}"
@@ -149,6 +183,9 @@ class RandomTensors:
 
     def format_of(self, name: str) -> GroupedFormat | None:
         return None
+
+    def has(self, name: str) -> bool:
+        return True
 
     def fill(self, place: Weight, name: str, rows: Rows) -> None:
         assert isinstance(place, Tensor)
@@ -188,6 +225,29 @@ class Weights:
         bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
         return self.ops.linear(self._stacked(rows, in_size), bias, use)
 
+    def router(self, rows: Rows, in_size: int, has_bias: bool = False) -> Linear:
+        """A product that is never quantized: its errors would change which experts are chosen."""
+        bias = self._filled(self._empty(rows.size), [rows], "bias") if has_bias else None
+        return self.ops.linear(self.whole(rows, in_size), bias, ROUTER)
+
+    def numbers(self, name: str, *shape: int) -> Tensor:
+        """A tensor by its whole name, in float32."""
+        place = torch.empty(shape, device=self._device)
+        return self._filled(place, [Rows(name, shape[0], is_bare=True)], "weight")
+
+    def experts(self, parts: Sequence[ExpertRows], in_size: int, ffn_size: int, has_bias: bool, use: Use) -> Experts:
+        """The products of experts, which are loaded and packed one by one."""
+
+        def weight(rows: Sequence[Rows], in_size: int) -> tuple[Weight, Tensor | None]:
+            bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
+            return self._stacked(rows, in_size), bias
+
+        weights = (ExpertWeights(*weight(each.gate_up, in_size), *weight([each.down], ffn_size)) for each in parts)
+        return self.ops.experts(weights, len(parts), use)
+
+    def has(self, rows: Rows) -> bool:
+        return self._tensors.has(rows.tensor_name("weight"))
+
     def whole(self, rows: Rows, in_size: int) -> Tensor:
         """A matrix [size, in_size], never in groups."""
         return self._filled(self._empty(rows.size, in_size), [rows], "weight")
@@ -200,7 +260,7 @@ class Weights:
 
     def _stacked(self, rows: Sequence[Rows], in_size: int) -> Weight:
         """In groups if all rows are in one format, which the backend keeps."""
-        first, *others = {self._tensors.format_of(f"{each.name}.weight") for each in rows}
+        first, *others = {self._tensors.format_of(each.tensor_name("weight")) for each in rows}
         out_size = sum(each.size for each in rows)
         if first is not None and not others and self.ops.keeps(first):
             if in_size % first.group:
@@ -216,7 +276,7 @@ class Weights:
 
     def _filled(self, place: Place, rows: Sequence[Rows], kind: str) -> Place:
         for each, part in zip(rows, place.split([each.size for each in rows]), strict=True):
-            self._tensors.fill(part, f"{each.name}.{kind}", each)
+            self._tensors.fill(part, each.tensor_name(kind), each)
         self.num_bytes += place.nbytes
         return place
 
@@ -228,10 +288,19 @@ def _format(file: Any, name: str) -> torch.dtype:
     return FORMATS[stored]
 
 
-def _whole(file: Any, name: str) -> Tensor:
+def _whole(file: Any, name: str, expert: int | None) -> Tensor:
     _format(file, name)
-    tensor: Tensor = file.get_tensor(name)
-    return tensor
+    return _part(file, name, expert)
+
+
+def _part(file: Any, name: str, expert: int | None) -> Tensor:
+    """A tensor, or an expert's part of it."""
+    if expert is None:
+        return cast(Tensor, file.get_tensor(name))
+    part = file.get_slice(name)
+    if not part.get_shape() or part.get_shape()[0] <= expert:
+        raise ConfigError(f"tensor {name} has shape {part.get_shape()}, without a part for expert {expert}")
+    return cast(Tensor, part[expert])
 
 
 def _grouped(name: str, form: GroupedFormat, parts: list[Tensor]) -> GroupedWeight:

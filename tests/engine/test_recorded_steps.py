@@ -109,7 +109,7 @@ def test_logits_have_the_same_bits_with_any_sequences_in_any_order(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("weights", "is_deterministic"), COMPILED)
-@pytest.mark.parametrize("model", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("model", ["qwen3", "olmo2", "qwen2_moe"])
 def test_every_compiled_backend_can_be_recorded(
     saved: Callable[[str], Path],
     model: str,

@@ -14,27 +14,37 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     CwmConfig,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FlexOlmoConfig,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HeliumConfig,
     HyperCLOVAXConfig,
     InternLM3Config,
     IQuestCoderConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -66,6 +76,8 @@ def _rope(kind: str, **parameters: float) -> dict[str, Any]:
 
 
 _LLAMA3_ROPE = _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 MODELS: dict[str, PreTrainedConfig] = {
     "llama with biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
@@ -173,6 +185,44 @@ MODELS: dict[str, PreTrainedConfig] = {
         },
         **_NO_TOKENS,
     ),
+    "mixtral": MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2, **_NO_TOKENS),
+    "mixtral with a sliding window": MixtralConfig(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=1, sliding_window=7, **_NO_TOKENS
+    ),
+    "qwen2_moe": Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=40),
+    "qwen2_moe with a dense layer": Qwen2MoeConfig(
+        **_SIZES, **_EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0], norm_topk_prob=True
+    ),
+    "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, head_dim=16, norm_topk_prob=True),
+    "qwen3_moe with a sliding window and a dense layer": Qwen3MoeConfig(
+        **_SIZES, **_EXPERTS, head_dim=16, decoder_sparse_step=2, use_sliding_window=True, sliding_window=7
+    ),
+    "olmoe": OlmoeConfig(**(_SIZES | {"hidden_size": 96}), num_experts=9, num_experts_per_tok=3, **_NO_TOKENS),
+    "flex_olmo": FlexOlmoConfig(**_SIZES, num_experts=5, num_experts_per_tok=5, **_NO_TOKENS),
+    "glm4_moe": Glm4MoeConfig(**_SIZES, **_ROUTED, head_dim=16, use_qk_norm=True, attention_bias=True),
+    "glm4_moe with groups of experts": Glm4MoeConfig(
+        **_SIZES, **_ROUTED, n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=1.7
+    ),
+    "dots1": Dots1Config(
+        **_SIZES,
+        **_ROUTED,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        sliding_window=7,
+        max_window_layers=1,
+        norm_topk_prob=True,
+    ),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(**_SIZES, moe_num_experts=6, moe_k=2, moe_intermediate_size=24),
+    "granitemoe": GraniteMoeConfig(
+        **_SIZES,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.5,
+    ),
+    "minimax_m2": MiniMaxM2Config(**_SIZES, num_local_experts=6, num_experts_per_tok=3, head_dim=16, **_NO_TOKENS),
     "linear rope": LlamaConfig(**_SIZES, rope_parameters=_rope("linear")),
     "llama3 rope": LlamaConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE),
     "yarn rope": LlamaConfig(**_SIZES, rope_parameters=_rope("yarn", original_max_position_embeddings=64)),
@@ -198,7 +248,7 @@ def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torc
     """Save a model with random weights, norms and biases included; return transformers' model."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name or "bias" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model = model.to(dtype).eval()
