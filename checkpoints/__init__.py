@@ -6,8 +6,10 @@ from .catalog import (
     FoundModel,
     accept_terms,
     find_model,
+    hold,
     list_models,
     missing_terms,
+    remove_model,
     resolve,
 )
 from .files import verify
@@ -23,8 +25,10 @@ __all__ = [
     "Progress",
     "accept_terms",
     "find_model",
+    "hold",
     "list_models",
     "missing_terms",
+    "remove_model",
     "resolve",
     "verify",
 ]

@@ -3,6 +3,7 @@
 models/NAME    published folders, each with its manifest
 work/NAME      an import in progress: the folder being built, and finished stages, which the next try reuses
 locks/NAME     held by the process that imports NAME; the kernel releases it if that process dies
+in-use/…       held together by the processes that serve a model
 sources/…      checksums of GGUF files, so that a file is not hashed at every start
 """
 
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +58,48 @@ class Cache:
         if folder := self.published(name):
             return folder
         try:
-            with self._locked(name, progress):
+            with self.locked(name, progress):
                 return self.published(name) or self._build(name, build, progress)
         except OSError as error:
             raise self._storage_error(name, error) from error
+
+    def hold(self, folder: Path) -> None:
+        """Keep a model of this cache from being removed for as long as this process lives."""
+        if self.root in folder.parents:
+            with suppress(OSError):  # a cache that cannot be written has nothing to remove
+                fcntl.flock(self._use_lock(folder), fcntl.LOCK_SH)  # stays open: the process's end releases it
+
+    def remove(self, folder: Path, remove: Callable[[], None]) -> None:
+        """Call `remove` while nothing holds the folder. Raises CheckpointError if a process serves it."""
+        lock = self._use_lock(folder)
+        try:
+            if not _try_lock(lock):
+                raise CheckpointError(f"{folder.name} is in use: a process serves it")
+            remove()
+        finally:
+            os.close(lock)
+
+    def remove_published(self, name: str) -> None:
+        """Remove a published model and what an interrupted import of it left. Raises as `remove` does."""
+        folder = self.root / "models" / name
+
+        def remove() -> None:
+            with self._lock_file(name) as lock:
+                if not _try_lock(lock):
+                    raise CheckpointError(f"{name} is being imported")
+                doomed = self.root / "work" / name / DRAFT
+                remove_tree(doomed.parent)
+                if folder.is_dir():
+                    doomed.parent.mkdir(parents=True)
+                    folder.rename(doomed)  # so that it disappears whole
+                    remove_tree(doomed.parent)
+
+        self.remove(folder, remove)
+
+    def _use_lock(self, folder: Path) -> int:
+        (self.root / "in-use").mkdir(parents=True, exist_ok=True)
+        key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        return os.open(self.root / "in-use" / key, os.O_RDWR | os.O_CREAT, 0o644)
 
     def _build(self, name: str, build: Build, progress: Progress) -> Path:
         self._remove_abandoned_drafts()
@@ -89,7 +129,8 @@ class Cache:
                     remove_tree(draft)
 
     @contextmanager
-    def _locked(self, name: str, progress: Progress) -> Iterator[None]:
+    def locked(self, name: str, progress: Progress) -> Iterator[None]:
+        """Be the one process that imports `name`."""
         with self._lock_file(name) as lock:
             waiting = f"Waiting for another process to import {name}"
             if not _try_lock(lock):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import synthetic
 from .cache import Cache
 from .files import MANIFEST, read_manifest
-from .folder import CheckpointError, check_folder, obtain_hub_model, read_json_object
+from .folder import CheckpointError, check_folder, read_json_object
 from .gguf_import import obtain_gguf_model, read_origin
+from .hub import HubModel, HubName, all_downloaded, downloaded, obtain_hub_model, remove_hub_model
 from .package_models import PACKAGE_MODELS, SMOLLM2, Terms, accept, has_accepted, obtain_package_model
 from .progress import Progress, no_progress
 
 DEFAULT_MODEL = SMOLLM2.name
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _LONGEST_SHOWN = 200
 
 
@@ -37,21 +36,22 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     return find_model(model, progress).folder
 
 
-def find_model(model: str, progress: Progress | None = None) -> FoundModel:
+def find_model(model: str, progress: Progress | None = None, refreshes: bool = False) -> FoundModel:
     """Find a model's Hugging Face folder, importing the model first if necessary.
 
-    model   a name of PACKAGE_MODELS, "synthetic", the name of an imported model, a folder, a .gguf file, or a name on
-            the Hugging Face Hub ("org/name")
+    model      a name of PACKAGE_MODELS, "synthetic", the name of an imported model, a folder, a .gguf file, or a name
+               on the Hugging Face Hub ("org/name", or "org/name:Q4_K_M" for a .gguf file there)
+    refreshes  ask the Hub for a newer revision of what was downloaded
 
     Raises CheckpointError if there is no such model, or if it is broken, unsupported or cannot be fetched.
     """
     try:
-        return _find(model, Cache.default(), progress or no_progress)
+        return _find(model, Cache.default(), progress or no_progress, refreshes)
     except OSError as error:
         raise CheckpointError(f"{_shortened(model)} cannot be read: {error.strerror or error}") from error
 
 
-def _find(model: str, cache: Cache, progress: Progress) -> FoundModel:
+def _find(model: str, cache: Cache, progress: Progress, refreshes: bool) -> FoundModel:
     if model in PACKAGE_MODELS:
         return FoundModel(model, obtain_package_model(PACKAGE_MODELS[model], cache, progress))
     if model == synthetic.NAME:
@@ -66,8 +66,9 @@ def _find(model: str, cache: Cache, progress: Progress) -> FoundModel:
         return FoundModel(path.stem if path.stem.isprintable() else folder.name, folder)
     if model in cache.published_names():
         return FoundModel(model, cache.root / "models" / model)
-    if _HUB_NAME.fullmatch(model):
-        return FoundModel(model, obtain_hub_model(model))
+    if name := HubName.parse(model):
+        found = obtain_hub_model(name, cache, progress, refreshes)
+        return FoundModel(model, found if found.is_dir() else obtain_gguf_model(found, cache, progress))
     raise CheckpointError(
         f"there is no model {_shortened(model)}: give {', '.join(PACKAGE_MODELS)}, {synthetic.NAME}, a folder "
         "with config.json, a .gguf file, or a name on the Hugging Face Hub such as org/name"
@@ -115,7 +116,31 @@ def list_models() -> list[AvailableModel]:
     """The models that can be served by name: those of packages, the synthetic model, and others in the cache."""
     cache = Cache.default()
     names = [*PACKAGE_MODELS, synthetic.NAME]
-    return [_describe(name, cache) for name in [*names, *(n for n in cache.published_names() if n not in names)]]
+    listed = [_describe(name, cache) for name in [*names, *(n for n in cache.published_names() if n not in names)]]
+    return listed + [_describe_downloaded(model) for model in all_downloaded(cache)]
+
+
+def remove_model(name: str) -> None:
+    """Remove a model that `list_models` lists from the cache; files elsewhere stay where they are.
+
+    Raises CheckpointError if the cache has no such model, or if a process serves it.
+    """
+    cache = Cache.default()
+    try:
+        hub_name = HubName.parse(name)
+        if hub_name and (model := downloaded(hub_name, cache)):
+            cache.remove(model.path, lambda: remove_hub_model(model, cache))
+        elif name in PACKAGE_MODELS or name in cache.published_names():
+            cache.remove_published(name)
+        else:
+            raise CheckpointError(f"the cache has no model {_shortened(name)}: pagoda list names those that it has")
+    except OSError as error:
+        raise CheckpointError(f"{_shortened(name)} cannot be removed: {error.strerror or error}") from error
+
+
+def hold(folder: Path) -> None:
+    """Keep a model from being removed for as long as this process lives."""
+    Cache.default().hold(folder)
 
 
 def _describe(name: str, cache: Cache) -> AvailableModel:
@@ -137,3 +162,13 @@ def _describe(name: str, cache: Cache) -> AvailableModel:
         size_bytes=sum(record.size_bytes for record in records) + manifest.st_size,
         imported_s=manifest.st_mtime,
     )
+
+
+def _describe_downloaded(model: HubModel) -> AvailableModel:
+    files = [model.path] if model.path.is_file() else [each for each in model.path.iterdir() if each.is_file()]
+    family, form = "", "GGUF"
+    if model.path.is_dir():
+        family, form = str(read_json_object(model.path / "config.json").get("model_type", "")), "safetensors"
+    size_bytes = sum(each.stat().st_size for each in files)
+    imported_s = max(each.stat().st_mtime for each in files)
+    return AvailableModel(model.name, family, form, None, model.path, size_bytes, imported_s)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: their JSON files, what a usable one must have, and download from the Hub."""
+"""Hugging Face folders: their JSON files, and what a usable one must have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _LONGEST_QUOTED = 300
 MAX_JSON_BYTES = 64 << 20  # the largest is the index of a checkpoint in many files: a few megabytes
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -74,24 +73,6 @@ def check_folder(folder: Path) -> Path:
         for path in _weight_files(folder):
             _check_weights(path)
     return folder
-
-
-def obtain_hub_model(name: str) -> Path:
-    """Return the snapshot of `org/name`. One that is complete in the Hub's own cache needs no network.
-
-    Raises CheckpointError if the network, the repository or access to it is missing, or if the repository's files are
-    not supported.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    except Exception as error:  # from the Hub's own classes, its HTTP library or the operating system
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{name} is not a folder here, and the Hugging Face Hub did not provide it: {reason}"
-        ) from error
-    return check_folder(folder)
 
 
 def _weight_files(folder: Path) -> list[Path]:

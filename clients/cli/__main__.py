@@ -10,7 +10,8 @@ from pagoda_server import installed_version
 from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, status
-from pagoda_server.cli.models import models, pull
+from pagoda_server.cli.models import list_present, models, pull, remove
+from pagoda_server.cli.run import run
 from pagoda_server.cli.token import token
 from pagoda_server.cli.top import top
 from pagoda_server.cli.trace import trace
@@ -51,7 +52,10 @@ def _serve(config: ServeConfig) -> int:
 app.command("serve")(command(ServeConfig, _serve))
 app.command()(generate)
 app.command()(chat)
+app.command()(run)
 app.command()(pull)
+app.command("list")(list_present)
+app.command("rm")(remove)
 app.command()(models)
 app.command()(status)
 app.command()(top)

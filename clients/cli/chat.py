@@ -59,22 +59,26 @@ def chat(
     tls_ca: TlsCa = None,
 ) -> None:
     """Hold a conversation in the terminal."""
+    offered = None if tools is None else _read_tools(tools)
+    options: GenerateOptions = {**sampling, "max_tokens": max_tokens, "tools": offered}
+    with errors_reported(address):
+        converse(partial(connect, address, token, tls, tls_ca, tenant=tenant), address, system, options)
+
+
+def converse(connection: Callable[[], AsyncClient], address: str, system: str | None, options: GenerateOptions) -> None:
+    """Hold a conversation with the model of the server at this address, until the user leaves."""
     from rich.console import Console
 
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    offered = None if tools is None else _read_tools(tools)
-    options: GenerateOptions = {**sampling, "max_tokens": max_tokens, "tools": offered}
     console = Console()
-    connection = partial(connect, address, token, tls, tls_ca, tenant=tenant)
 
     async def model_name() -> str:
         async with connection() as client:
             return (await client.models())[0].name
 
-    with errors_reported(address):
-        console.print(f"[bold]{asyncio.run(model_name())}[/] at {address}. {HELP}.", highlight=False)
-        Conversation(connection, console, system, options).run()
+    console.print(f"[bold]{asyncio.run(model_name())}[/] at {address}. {HELP}.", highlight=False)
+    Conversation(connection, console, system, options).run()
 
 
 def _read_tools(path: Path) -> list[dict[str, Any]]:

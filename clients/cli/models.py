@@ -1,8 +1,9 @@
-"""`pagoda models` and `pagoda pull`: which models can be served by name, and getting them before they are needed."""
+"""`pagoda models`, `pull`, `list` and `rm`: which models can be served by name, and those that are here."""
 
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str, typer.Argument(help="A name that `pagoda models` lists, a folder, a .gguf file, or org/name of the Hub.")
+]
+
+AcceptTerms = Annotated[
+    str | None, typer.Option(metavar="TERMS", help="Accept the terms of use of this name.", show_default=False)
 ]
 
 
@@ -62,18 +67,13 @@ def _size(model: AvailableModel) -> str:
     return f"{model.download_bytes / 1e6:.0f} MB ↓" if model.download_bytes else "–"
 
 
-def pull(
-    name: Name,
-    accept_terms: Annotated[
-        str | None, typer.Option(metavar="TERMS", help="Accept the terms of use of this name.", show_default=False)
-    ] = None,
-) -> None:
+def pull(name: Name, accept_terms: AcceptTerms = None) -> None:
     """Get a model before it is served: download it, verify it, import it. What was got before is not got again."""
-    from pagoda_server.checkpoints import resolve
+    from pagoda_server.checkpoints import find_model
 
     with errors_reported(), shown_progress() as progress:
         settle_terms(name, accept_terms)
-        typer.echo(resolve(name, progress))
+        typer.echo(find_model(name, progress, refreshes=True).folder)
 
 
 def settle_terms(name: str, accepted: str | None) -> None:
@@ -87,3 +87,27 @@ def settle_terms(name: str, accepted: str | None) -> None:
         raise typer.BadParameter(f"{name} has the terms {terms.name}", param_hint="--accept-terms")
     if accepted or (sys.stdin.isatty() and typer.confirm(f"{name} has terms of use, {terms.url}: accept them?")):
         accept_terms(terms)
+
+
+def list_present() -> None:
+    """List the models that are here, with formats, sizes and when they came."""
+    from rich.console import Console
+
+    from pagoda_server.checkpoints import list_models
+
+    with errors_reported():
+        table = _table("Name", "Family", "Format", "Params", "Size", "Modified")
+        for model in list_models():
+            if model.folder is not None and model.imported_s is not None:
+                when = datetime.fromtimestamp(model.imported_s).strftime("%Y-%m-%d %H:%M")
+                table.add_row(model.name, model.family, model.format or "–", _parameters(model), _size(model), when)
+        Console().print(table)
+
+
+def remove(name: Annotated[str, typer.Argument(help="A name that `pagoda list` shows.")]) -> None:
+    """Remove a model from the cache. Files elsewhere stay, and a model that is being served is refused."""
+    from pagoda_server.checkpoints import remove_model
+
+    with errors_reported():
+        remove_model(name)
+    typer.echo(f"removed {name}")

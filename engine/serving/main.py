@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pagoda.v1 import control_pb2
 
-from ...checkpoints import CheckpointError, PrintedProgress, resolve
+from ...checkpoints import CheckpointError, PrintedProgress, hold, resolve
 from ...runtime import event_loop
 from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
@@ -56,6 +56,7 @@ def run(config: EngineConfig) -> int:
         check_exposure(config)
         progress = PrintedProgress()
         folder = resolve(config.model, progress)
+        hold(folder)
         engine = OneThread("engine")
         runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
         speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()

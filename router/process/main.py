@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model
+from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model, hold
 from ...runtime import event_loop
 from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
@@ -44,6 +44,7 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
         if config.tenants_file:
             read_tenants(Path(config.tenants_file), config.workers)  # fail before a model is fetched
         model = find_model(config.model, progress or PrintedProgress())
+        hold(model.folder)
         named = replace(config, served_model_name=config.served_model_name or model.name)
         if config.workers > 1:
             event_loop.run(Workers(named, model.folder).run())

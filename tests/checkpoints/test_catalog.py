@@ -145,7 +145,8 @@ def test_a_hub_model_has_the_name_that_was_asked_for(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "7b1d0c2"
-    monkeypatch.setattr(catalog, "obtain_hub_model", lambda name: snapshot)
+    snapshot.mkdir(parents=True)
+    monkeypatch.setattr(catalog, "obtain_hub_model", lambda *_: snapshot)
     assert find_model("org/name") == FoundModel("org/name", snapshot)
 
 
