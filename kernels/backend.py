@@ -27,7 +27,7 @@ from .paged_attention import (
     plan_attention_cpu,
     plan_attention_native,
 )
-from .rms_norm import add, add_native, rms_norm, rms_norm_cpu, rms_norm_native
+from .rms_norm import add, add_native, layer_norm, layer_norm_native, rms_norm, rms_norm_cpu, rms_norm_native
 from .rope_and_store_kv import HeadNorms, rope_and_store_kv, rope_and_store_kv_cpu, rope_and_store_kv_native
 from .route import Routes, Routing, route, route_native
 from .row_sampling import SampledRows, SamplingRows, Verified, sample_rows
@@ -44,6 +44,12 @@ UNQUANTIZED = "unquantized"  # the format of a weight that keeps the dtype of th
 
 class RmsNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor: ...
+
+
+class LayerNorm(Protocol):
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class RopeAndStoreKV(Protocol):
@@ -75,8 +81,9 @@ class PlanAttention(Protocol):
 class Backend:
     """The ops of one device. The reference function of the same name is each op's contract.
 
-    It is in the file of that name, except that `add` is beside `rms_norm`, `plan_attention` beside `paged_attention`,
-    `likeliest_if_drawn` and `most_likely_allowed` beside `sample`, and `sample_rows` in row_sampling.py.
+    It is in the file of that name, except that `add` and `layer_norm` are beside `rms_norm`, `plan_attention` beside
+    `paged_attention`, `likeliest_if_drawn` and `most_likely_allowed` beside `sample`, and `sample_rows` in
+    row_sampling.py.
 
     embedding    its result has the dtype of the residual stream: the table's, or float32
     makers       make the products of weights in each format; REFERENCE has all formats
@@ -96,6 +103,7 @@ class Backend:
     embedding: Callable[[Tensor, Linear | None], Embedding]
     makers: Mapping[str, LinearMaker]
     rms_norm: RmsNorm
+    layer_norm: LayerNorm
     add: Callable[[Tensor, Tensor], None]
     rope_and_store_kv: RopeAndStoreKV
     plan_attention: PlanAttention
@@ -150,6 +158,7 @@ REFERENCE = Backend(
         "fp8": linear_fp8_weight,
     },
     rms_norm=rms_norm,
+    layer_norm=layer_norm,
     add=add,
     rope_and_store_kv=rope_and_store_kv,
     plan_attention=plan_attention,
@@ -168,6 +177,7 @@ CPU = Backend(
     embedding=embedding,
     makers={UNQUANTIZED: linear_cpu},
     rms_norm=rms_norm_cpu,
+    layer_norm=layer_norm,
     add=add,
     rope_and_store_kv=rope_and_store_kv_cpu,
     plan_attention=plan_attention_cpu,
@@ -191,6 +201,7 @@ NATIVE = Backend(
         "int4": linear_grouped_native,
     },
     rms_norm=rms_norm_native,
+    layer_norm=layer_norm_native,
     add=add_native,
     rope_and_store_kv=rope_and_store_kv_native,
     plan_attention=plan_attention_native,

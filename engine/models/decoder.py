@@ -94,15 +94,20 @@ class LayerInputs:
 class Norm:
     """A norm of the backend with its weights.
 
-    weight  [hidden]
+    weight, bias      [hidden]; there may be no bias
+    subtracts_mean    it is a `layer_norm`, otherwise an `rms_norm`, which has no bias
     """
 
     ops: Backend
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
+    subtracts_mean: bool = False
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [num_tokens, hidden] normalised: a new tensor in the weight's dtype. As `rms_norm` treats a residual."""
+        if self.subtracts_mean:
+            return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
 

@@ -2,47 +2,64 @@
 
 // Normalizes a row of `size` elements: x, or the residual if given, to which x (if given) is added first. A residual may have
 // a wider type. Without `out` the row is added and not normalized.
-template <typename T, typename R>
-void rms_norm_row(const T* x, const T* weight, R* residual, T* out, int64_t size, float eps) {
+template <bool IS_CENTRED, typename T, typename R>
+void norm_row(const T* x, const T* weight, const T* bias, R* residual, T* out, int64_t size, float eps) {
     int64_t whole = size / LANES * LANES;
-    Floats squares{};
-    float tail = 0;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        Floats value = residual ? load(residual + i) : load(x + i);
-        if (residual && x) {
-            store(residual + i, value + load(x + i));
-            value = load(residual + i);  // as it was rounded
+    // Adds up the squares of the row's distances from `mean`, or the row itself.
+    auto add_up = [&](const auto* from, float mean, bool is_squared) {
+        Floats sums{};
+        float tail = 0;
+        for (int64_t i = 0; i < whole; i += LANES) {
+            Floats value = load(from + i) - mean;
+            sums += is_squared ? value * value : value;
         }
-        squares += value * value;
-    }
-    for (int64_t i = whole; i < size; i++) {
-        float value = residual ? to_float(residual[i]) : to_float(x[i]);
-        if (residual && x) {
-            round_to(&residual[i], value + to_float(x[i]));
-            value = to_float(residual[i]);
+        for (int64_t i = whole; i < size; i++) {
+            float value = to_float(from[i]) - mean;
+            tail += is_squared ? value * value : value;
         }
-        tail += value * value;
+        return sum(sums) + tail;
+    };
+    if (residual && x) {
+        for (int64_t i = 0; i < whole; i += LANES) store(residual + i, load(residual + i) + load(x + i));
+        for (int64_t i = whole; i < size; i++) round_to(&residual[i], to_float(residual[i]) + to_float(x[i]));
     }
     if (!out) return;
-    float scale = 1.0f / std::sqrt((sum(squares) + tail) / static_cast<float>(size) + eps);
-    auto scale_all = [&](const auto* from) {
-        for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(from + i) * scale * load(weight + i));
-        for (int64_t i = whole; i < size; i++) round_to(&out[i], to_float(from[i]) * scale * to_float(weight[i]));
+    auto normalize = [&](const auto* from) {
+        float mean = IS_CENTRED ? add_up(from, 0, false) / static_cast<float>(size) : 0;
+        float scale = 1.0f / std::sqrt(add_up(from, mean, true) / static_cast<float>(size) + eps);
+        auto scaled = [&](auto value, auto weight) {
+            if constexpr (IS_CENTRED) value -= mean;
+            return value * scale * weight;
+        };
+        for (int64_t i = 0; i < whole; i += LANES) {
+            Floats value = scaled(load(from + i), load(weight + i));
+            store(out + i, bias ? value + load(bias + i) : value);
+        }
+        for (int64_t i = whole; i < size; i++)
+            round_to(&out[i], scaled(to_float(from[i]), to_float(weight[i])) + (bias ? to_float(bias[i]) : 0.0f));
     };
     if (residual)
-        scale_all(residual);
+        normalize(residual);
     else
-        scale_all(x);
+        normalize(x);
 }
 
 template <typename T, typename R>
-void rms_norm(ThreadPool& pool, const T* x, const T* weight, R* residual, T* out, int64_t rows, int64_t size, float eps) {
-    int64_t rows_a_part = rows_per_part(rows, size);
-    pool.run(ceil_div(rows, rows_a_part), [&](int part) {
-        int64_t end = std::min(rows, (part + 1) * rows_a_part);
-        for (int64_t row = part * rows_a_part; row < end; row++)
-            rms_norm_row(x ? x + row * size : nullptr, weight, residual ? residual + row * size : nullptr,
-                         out ? out + row * size : nullptr, size, eps);
+void norm(ThreadPool& pool, const NormArgs& args) {
+    int64_t size = args.size, rows_a_part = rows_per_part(args.rows, size);
+    const T *weight = static_cast<const T*>(args.weight), *bias = static_cast<const T*>(args.bias);
+    pool.run(static_cast<int>(ceil_div(args.rows, rows_a_part)), [&](int part) {
+        int64_t end = std::min(args.rows, (part + 1) * rows_a_part);
+        for (int64_t row = part * rows_a_part; row < end; row++) {
+            auto of_row = [&](auto* rows) { return rows ? rows + row * size : nullptr; };
+            const T* x = of_row(static_cast<const T*>(args.x));
+            T* out = of_row(static_cast<T*>(args.out));
+            R* residual = of_row(static_cast<R*>(args.residual));
+            if (args.is_centred)
+                norm_row<true>(x, weight, bias, residual, out, size, args.eps);
+            else
+                norm_row<false>(x, weight, bias, residual, out, size, args.eps);
+        }
     });
 }
 

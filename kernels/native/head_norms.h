@@ -1,4 +1,4 @@
-// Norms of queries and keys, by the instruction set's rms_norm.
+// Norms of queries and keys, by the instruction set's norm.
 #pragma once
 
 #include <cstring>
@@ -26,11 +26,11 @@ inline void head_norms(ThreadPool& pool, const Ops& ops, Dtype dtype, const Head
             const char* from = static_cast<const char*>(args.qkv) + token * token_bytes;
             char* to = static_cast<char*>(args.out) + token * token_bytes;
             int64_t query_rows = args.num_heads * args.head_dim / args.query_size;
-            ops.rms_norm(alone, dtype, from, args.query, nullptr, dtype, to, query_rows, args.query_size, args.eps);
+            ops.norm(alone, dtype, {from, args.query, nullptr, nullptr, dtype, to, query_rows, args.query_size, args.eps, false});
             from += args.num_heads * head_bytes;
             to += args.num_heads * head_bytes;
             int64_t key_rows = args.num_kv_heads * args.head_dim / args.key_size;
-            ops.rms_norm(alone, dtype, from, args.key, nullptr, dtype, to, key_rows, args.key_size, args.eps);
+            ops.norm(alone, dtype, {from, args.key, nullptr, nullptr, dtype, to, key_rows, args.key_size, args.eps, false});
             int64_t key_bytes = args.num_kv_heads * head_bytes;
             std::memcpy(to + key_bytes, from + key_bytes, key_bytes);
         }

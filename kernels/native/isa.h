@@ -14,18 +14,13 @@ namespace {  // each file has its own copy
 constexpr Ops make_ops(const char* name) {
     Ops ops{};
     ops.name = name;
-    ops.rms_norm = [](ThreadPool& pool, Dtype dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype,
-                      void* out, int64_t rows, int64_t size, float eps) {
+    ops.norm = [](ThreadPool& pool, Dtype dtype, const NormArgs& args) {
         with_type(dtype, [&](auto type) {
             using T = decltype(type);
-            auto norm = [&](auto* residual) {
-                rms_norm(pool, static_cast<const T*>(x), static_cast<const T*>(weight), residual, static_cast<T*>(out), rows, size,
-                         eps);
-            };
-            if (residual_dtype == dtype)
-                norm(static_cast<T*>(residual));
+            if (args.residual_dtype == dtype)
+                norm<T, T>(pool, args);
             else
-                norm(static_cast<float*>(residual));
+                norm<T, float>(pool, args);
         });
     };
     ops.activate = [](ThreadPool& pool, Dtype dtype, const void* x, void* out, int64_t rows, int64_t size, const Activation& by) {

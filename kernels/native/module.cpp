@@ -67,15 +67,21 @@ PyObject* run(const Arguments& arguments, const Op& op) {
     Py_RETURN_NONE;
 }
 
-PyObject* rms_norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 9);
+PyObject* norm(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 11);
     Dtype dtype = next.dtype();
-    void *x = next.address(), *weight = next.address(), *residual = next.address();
-    Dtype residual_dtype = next.dtype();
-    void* out = next.address();
-    int64_t rows = next.integer(), size = next.integer();
-    float eps = next.real();
-    return run(next, [=] { ops->rms_norm(pool, dtype, x, weight, residual, residual_dtype, out, rows, size, eps); });
+    NormArgs args{};
+    args.x = next.address();
+    args.weight = next.address();
+    args.bias = next.address();
+    args.residual = next.address();
+    args.residual_dtype = next.dtype();
+    args.out = next.address();
+    args.rows = next.integer();
+    args.size = next.integer();
+    args.eps = next.real();
+    args.is_centred = next.integer() != 0;
+    return run(next, [=] { ops->norm(pool, dtype, args); });
 }
 
 PyObject* activate(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -421,7 +427,7 @@ PyObject* keep_freed_memory(PyObject*, PyObject*) {
 
 #define OP(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(NAME)), METH_FASTCALL, nullptr}
 PyMethodDef methods[] = {
-    OP(rms_norm),
+    OP(norm),
     OP(activate),
     OP(rope_and_store_kv),
     OP(head_norms),

@@ -15,6 +15,18 @@ enum class Dtype { float32 = 0, bfloat16 = 1 };
 // are faster, whose sums have another order.
 constexpr int64_t FEW_QUERIES = 6;
 
+// Without x nothing is added to the residual; without out it is not normalized.
+struct NormArgs {
+    const void* x;                  // [rows, size], or null
+    const void *weight, *bias;      // [size]; bias may be null
+    void* residual;                 // like x, or null
+    Dtype residual_dtype;           // that of the rest, or float32
+    void* out;                      // like x, or null
+    int64_t rows, size;
+    float eps;
+    bool is_centred;                // the mean of a row is subtracted from it
+};
+
 struct RopeArgs {
     const void* qkv;                // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     const float *cosines, *sines;   // [num_tokens, head_dim / 2]
@@ -103,8 +115,7 @@ struct Int4Args {
 struct Ops {
     const char* name;
     bool pairs_are_limited;         // int8 weights of neighbouring inputs have |w0 + w1| <= 128
-    // The residual has the dtype of the rest or float32. Without x nothing is added to it; without out it is not normalized.
-    void (*rms_norm)(ThreadPool&, Dtype, const void* x, const void* weight, void* residual, Dtype residual_dtype, void* out, int64_t rows, int64_t size, float eps);
+    void (*norm)(ThreadPool&, Dtype, const NormArgs&);
     void (*activate)(ThreadPool&, Dtype, const void* x, void* out, int64_t rows, int64_t size, const Activation&);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
     void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);

@@ -11,7 +11,7 @@ from ..route import route
 from ..sample import likeliest_if_drawn, most_likely_allowed, sample
 from .linear import linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
 from .paged_attention import paged_attention_triton, plan_attention_triton
-from .rms_norm import rms_norm_triton
+from .rms_norm import layer_norm_triton, rms_norm_triton
 from .rope_and_store_kv import rope_and_store_kv_triton
 from .row_sampling import sample_rows_triton
 
@@ -24,6 +24,7 @@ TRITON = Backend(
         "fp8": linear_fp8_weight_triton,
     },
     rms_norm=rms_norm_triton,
+    layer_norm=layer_norm_triton,
     add=add,
     rope_and_store_kv=rope_and_store_kv_triton,
     plan_attention=plan_attention_triton,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from pagoda_server.kernels.backend import REFERENCE, Backend
 from tests.kernels.backends import BACKENDS
@@ -61,3 +62,31 @@ def test_an_addition_alone_changes_the_residual_only(
     backend.add(residual, x)
     assert torch.equal(residual, expected)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm_subtracts_the_mean_and_divides_by_the_deviation(
+    backend: Backend, shape: tuple[int, ...], has_bias: bool
+) -> None:
+    x, weight = torch.randn(shape) + 3, torch.randn(shape[-1])
+    bias = torch.randn(shape[-1]) if has_bias else None
+    exact = x.double() - x.double().mean(dim=-1, keepdim=True)
+    expected = exact / (exact.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight
+    expected = expected if bias is None else expected + bias
+    torch.testing.assert_close(backend.layer_norm(x, weight, bias, 1e-5), expected.float(), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16])
+def test_layer_norm_adds_to_the_residual_and_keeps_the_weights_dtype(backend: Backend, wide: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((5, 33), (33,), (33,)))
+    residual = torch.randn(5, 33).to(wide) + 100  # so that the squares' mean would lose the variance
+    summed = residual + x
+    normalised = backend.layer_norm(x, weight, bias, 1e-6, residual)
+    assert torch.equal(residual, summed)
+    assert normalised.dtype == torch.bfloat16
+    expected = functional.layer_norm(summed.double(), (33,), weight.double(), bias.double(), 1e-6)
+    torch.testing.assert_close(normalised.double(), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(backend.layer_norm(summed, weight, bias, 1e-6), normalised)

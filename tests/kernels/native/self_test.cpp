@@ -30,7 +30,7 @@ bool thread_pool_is_right() {
 }
 
 const NamedTest TESTS[] = {
-    {"rms_norm", test_rms_norm},
+    {"norm", test_norm},
     {"activate", test_activate},
     {"rope_and_store_kv", test_rope_and_store_kv},
     {"paged_attention, decode", test_decode_attention},

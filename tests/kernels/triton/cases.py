@@ -33,7 +33,7 @@ from pagoda_server.kernels.triton.linear_fixed import fixed_config as fixed_prod
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
 from pagoda_server.kernels.triton.paged_fixed import attend_parts
 from pagoda_server.kernels.triton.product import Weight, multiply
-from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from pagoda_server.kernels.triton.rms_norm import layer_norm_triton, rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
 from tests.kernels.products import PARAMETERS, gated
@@ -85,6 +85,7 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
     float8_pages = random_pages(model, 1, ROWS, torch.float8_e4m3fn, META)
     yield Case(f"{model.name} rms_norm", lambda: rms_norm_triton(x, weight, 1e-5))
     yield Case(f"{model.name} rms_norm of a sum", lambda: rms_norm_triton(x, weight, 1e-5, x))
+    yield Case(f"{model.name} layer_norm", lambda: layer_norm_triton(x, weight, weight, 1e-5))
     yield Case(f"{model.name} activate", lambda: activate_triton(gate_up, SWIGLU))
     if model is LLAMA_8B:
         for function in FUNCTIONS[1:]:

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
-from pagoda_server.kernels.rms_norm import rms_norm
-from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
+from pagoda_server.kernels.rms_norm import layer_norm, rms_norm
+from pagoda_server.kernels.triton.rms_norm import layer_norm_triton, rms_norm_triton
 from tests.kernels.triton.device import DEVICE
 
 pytestmark = pytest.mark.simulated
@@ -58,3 +59,23 @@ def test_a_broken_row_spoils_no_other() -> None:
     x[1, 99] = torch.nan
     normalised = rms_norm_triton(x, weight, 1e-6)
     assert normalised.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 576), (2, 3, 80), (0, 64)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_mean_is_subtracted_as_the_reference_does(
+    shape: tuple[int, ...], dtype: torch.dtype, has_bias: bool
+) -> None:
+    x, residual = (torch.randn(2, *shape, device=DEVICE) * 5 + 3).to(dtype)
+    weight, bias = torch.randn(2, shape[-1], device=DEVICE).to(dtype)
+    optional, expected_residual = bias if has_bias else None, residual.clone()
+    expected = layer_norm(x, weight, optional, 1e-5, expected_residual)
+    normalised = layer_norm_triton(x, weight, optional, 1e-5, residual)
+    step = 2**-7 if dtype == torch.bfloat16 else 0.0  # the interpreter truncates to bfloat16 instead of rounding
+    torch.testing.assert_close(residual, expected_residual, atol=0.0, rtol=step)
+    torch.testing.assert_close(normalised, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    exact = functional.layer_norm(x.double(), (shape[-1],), weight.double(), None, 1e-5)
+    exact = exact + bias.double() if has_bias else exact
+    alone = layer_norm_triton(x, weight, optional, 1e-5).double()
+    torch.testing.assert_close(alone, exact, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
