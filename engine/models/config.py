@@ -139,6 +139,22 @@ class ConfigFile:
             if value := self._get(name):
                 raise ConfigError(f"config.json: {name} {shown(value)} is not supported")
 
+    def rename(self, **names: str) -> None:
+        """Give fields the names that `ModelConfig.read` knows: new=old."""
+        for new, old in names.items():
+            if old in self._fields:
+                self._fields.setdefault(new, self._fields.pop(old))
+
+    def assume(self, name: str, value: Any) -> None:
+        """Take a value for a field that the file does not have."""
+        if self._fields.get(name) is None:
+            self._fields[name] = value
+
+    def expect(self, name: str, *values: Any) -> None:
+        """Raise ConfigError if the file has another value of a field, which the family does not compute."""
+        if (value := self._get(name)) is not None and value not in values:
+            raise ConfigError(f"config.json: {name} {shown(value)} is not supported; {shown(values[0])} is")
+
     def require(self, *names: str) -> None:
         """Raise ConfigError if the file has none of these fields, whose defaults no family assumes."""
         if not any(self.has(name) for name in names):
@@ -252,6 +268,7 @@ POST_NORMS = LayerNorms(attention_behind="post_attention_layernorm", mlp_behind=
 class Names:
     """What a checkpoint calls its tensors, without .weight and .bias. Those of a layer follow `layers` and its number.
 
+    mlp           "": projections of the feed-forward layer follow the layer's number
     qkv, gate_up  fused projections; "": the checkpoint has the single ones
     gate          "": the feed-forward layer has no gate
     positions     the embedding of positions; "": there is none
@@ -342,6 +359,8 @@ class ModelConfig:
     qkv_bias, output_bias    whether the attention's projections have biases
     head_norms               queries and keys are normalised before they are rotated: each head, or all heads at once
     names                    of the checkpoint's tensors
+    subtracts_mean           norms of the stream subtract the mean (Ba et al., 2016); otherwise they are RMSNorm
+    norm_bias                norms of the stream have biases
     has_norm_weights         otherwise norms of the stream have no weights
     norm_offset              what is added to the weight of every norm
     is_parallel              both sublayers of a layer read the stream as it was before either added to it
@@ -378,6 +397,8 @@ class ModelConfig:
     head_norms: Literal["", "each", "all"] = ""
     is_interleaved: bool = False
     names: Names = Names()
+    subtracts_mean: bool = False
+    norm_bias: bool = False
     has_norm_weights: bool = True
     norm_offset: float = 0.0
     is_parallel: bool = False

@@ -311,7 +311,7 @@ class Layer:
         if experts is not None and experts.is_expert[number]:
             self._mlp = ExpertMLP(weights, name, config, experts)
         else:
-            self._mlp = MLP(weights, f"{name}.{config.names.mlp}", config)
+            self._mlp = MLP(weights, f"{name}.{config.names.mlp}".rstrip("."), config)
         self._is_parallel = config.is_parallel
         self._before_attention, self._behind_attention, self._before_mlp, self._behind_mlp = (
             _norm(weights, f"{name}.{norm}", config, factor) if norm else None
@@ -337,7 +337,8 @@ class Layer:
 def _norm(weights: Weights, name: str, config: ModelConfig, factor: float = 1.0) -> Norm:
     rows = Rows(name, config.hidden_size, factor=factor, offset=config.norm_offset)
     weight = weights.norm(rows) if config.has_norm_weights else weights.ones(config.hidden_size)
-    return Norm(weights.ops, weight, config.norm_eps)
+    bias = weights.norm_bias(rows) if config.norm_bias else None
+    return Norm(weights.ops, weight, config.norm_eps, bias, config.subtracts_mean)
 
 
 class Decoder:

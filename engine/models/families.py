@@ -28,6 +28,9 @@ from .rope import RopeConfig
 _SLIDING_WINDOW = 4096
 # Layers that predict a token after the next one, which transformers does not compute either.
 _MORE_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
+_NO_ROTATION = RopeConfig(theta=10_000.0, share=0.0)
+# One norm that both sublayers read, for blocks that are parallel.
+_ONE_NORM = LayerNorms(attention_before="input_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,251 @@ def _helium(file: ConfigFile, name: str) -> ModelConfig:
     config = ModelConfig.read(file, name, head_dim=128, norm_eps=1e-8, rope_theta=100_000.0)
     bias = file.flag("attention_bias", False)
     return replace(config, qkv_bias=bias, mlp_bias=file.flag("mlp_bias", False), is_interleaved=True)
+
+
+def _starcoder2(file: ConfigFile, name: str) -> ModelConfig:
+    """Lozhkov et al., 2024: LayerNorm, and GELU without a gate."""
+    file.expect("norm_type", "layer_norm")
+    file.expect("mlp_type", "default")
+    tanh = "gelu_pytorch_tanh"
+    config = ModelConfig.read(
+        file, name, norm_eps=1e-5, eps_field="norm_epsilon", default_activation=tanh, is_tied=True
+    )
+    bias, windows = file.flag("use_bias", True), (file.optional_size("sliding_window"),) * config.num_layers
+    config = replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=bias, windows=windows)
+    return replace(config, subtracts_mean=True, norm_bias=True, names=Names(gate="", up="c_fc", down="c_proj"))
+
+
+def _stablelm(file: ConfigFile, name: str) -> ModelConfig:
+    """Stability AI, 2024: Llama with LayerNorm, which rotates a quarter of each head."""
+    config = ModelConfig.read(file, name, norm_eps=1e-5, eps_field="layer_norm_eps", rotary_share=0.25)
+    is_parallel = file.flag("use_parallel_residual", False)
+    return replace(
+        config,
+        qkv_bias=file.flag("use_qkv_bias", False),
+        subtracts_mean=True,
+        norm_bias=True,
+        is_parallel=is_parallel,
+        norms=_ONE_NORM if is_parallel else PRE_NORMS,
+    )
+
+
+def _gpt_neox(file: ConfigFile, name: str) -> ModelConfig:
+    """Black et al., 2022: parallel sublayers with a LayerNorm each, GELU without a gate, heads rotated in part."""
+    config = ModelConfig.read(
+        file,
+        name,
+        norm_eps=1e-5,
+        eps_field="layer_norm_eps",
+        rotary_share=file.number("rotary_pct", 0.25),
+        rope_theta=file.number("rotary_emb_base", 10_000.0),
+        default_activation="gelu",
+    )
+    file.expect("num_key_value_heads", config.num_heads)
+    bias = file.flag("attention_bias", True)
+    names = Names(
+        embedding="gpt_neox.embed_in",
+        layers="gpt_neox.layers",
+        attention="attention",
+        qkv="query_key_value",
+        output="dense",
+        gate="",
+        up="dense_h_to_4h",
+        down="dense_4h_to_h",
+        final_norm="gpt_neox.final_layer_norm",
+        head="embed_out",
+    )
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=True,
+        has_qkv_by_head=True,
+        subtracts_mean=True,
+        norm_bias=True,
+        is_parallel=file.flag("use_parallel_residual", True),
+        names=names,
+    )
+
+
+def _gpt2(file: ConfigFile, name: str) -> ModelConfig:
+    """Radford et al., 2019: learned positions, LayerNorm, GELU without a gate, and matrices stored transposed."""
+    _rename_gpt(file)
+    config = ModelConfig.read(file, name, norm_eps=1e-5, default_activation="gelu_new", is_tied=True)
+    file.ignore("n_ctx")
+    names = Names(
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        layers="transformer.h",
+        attention="attn",
+        qkv="c_attn",
+        output="c_proj",
+        gate="",
+        up="c_fc",
+        down="c_proj",
+        final_norm="transformer.ln_f",
+    )
+    return replace(
+        config,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        subtracts_mean=True,
+        norm_bias=True,
+        norms=LayerNorms(attention_before="ln_1", mlp_before="ln_2"),
+        is_transposed=True,
+        rotations=(_NO_ROTATION,) * config.num_layers,
+        names=names,
+    )
+
+
+def _rename_gpt(file: ConfigFile) -> None:
+    file.rename(
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        hidden_size="n_embd",
+        intermediate_size="n_inner",
+        max_position_embeddings="n_positions",
+        hidden_act="activation_function",
+        rms_norm_eps="layer_norm_epsilon",
+    )
+    file.assume("intermediate_size", 4 * file.size("hidden_size"))
+
+
+def _gptj(file: ConfigFile, name: str) -> ModelConfig:
+    """Wang & Komatsuzaki, 2021: parallel sublayers with one LayerNorm, interleaved rotation of a part of each head."""
+    _rename_gpt(file)
+    part = file.size("rotary_dim", 64) / (file.size("hidden_size") // file.size("num_attention_heads"))
+    config = ModelConfig.read(file, name, norm_eps=1e-5, default_activation="gelu_new", rotary_share=part)
+    names = Names(
+        embedding="transformer.wte",
+        layers="transformer.h",
+        attention="attn",
+        output="out_proj",
+        gate="",
+        up="fc_in",
+        down="fc_out",
+        final_norm="transformer.ln_f",
+    )
+    return replace(
+        config,
+        mlp_bias=True,
+        head_bias=True,
+        is_interleaved=True,
+        subtracts_mean=True,
+        norm_bias=True,
+        is_parallel=True,
+        norms=LayerNorms(attention_before="ln_1"),
+        names=names,
+    )
+
+
+def _opt(file: ConfigFile, name: str) -> ModelConfig:
+    """Zhang et al., 2022: learned positions, LayerNorm, and ReLU without a gate."""
+    file.rename(hidden_act="activation_function", intermediate_size="ffn_dim")
+    config = ModelConfig.read(file, name, norm_eps=1e-5, default_activation="relu", is_tied=True)
+    file.expect("do_layer_norm_before", True)
+    file.expect("layer_norm_elementwise_affine", True)
+    file.expect("word_embed_proj_dim", config.hidden_size)
+    bias, decoder = file.flag("enable_bias", True), "model.decoder"
+    names = Names(
+        embedding=f"{decoder}.embed_tokens",
+        positions=f"{decoder}.embed_positions",
+        layers=f"{decoder}.layers",
+        output="out_proj",
+        mlp="",
+        gate="",
+        up="fc1",
+        down="fc2",
+        final_norm=f"{decoder}.final_layer_norm",
+    )
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        subtracts_mean=True,
+        norm_bias=True,
+        norms=LayerNorms(attention_before="self_attn_layer_norm", mlp_before="final_layer_norm"),
+        first_position=2,
+        rotations=(_NO_ROTATION,) * config.num_layers,
+        names=names,
+    )
+
+
+def _phi(file: ConfigFile, name: str) -> ModelConfig:
+    """Li et al., 2023: parallel sublayers with one LayerNorm, and biases everywhere, on logits too."""
+    config = ModelConfig.read(
+        file, name, norm_eps=1e-5, eps_field="layer_norm_eps", rotary_share=0.5, default_activation="gelu_new"
+    )
+    names = Names(output="dense", gate="", up="fc1", down="fc2", final_norm="model.final_layernorm")
+    return replace(
+        config,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        subtracts_mean=True,
+        norm_bias=True,
+        is_parallel=True,
+        norms=_ONE_NORM,
+        names=names,
+    )
+
+
+def _cohere(file: ConfigFile, name: str, theta: float = 500_000.0) -> ModelConfig:
+    """Cohere, 2024: parallel sublayers with one LayerNorm, interleaved rotary pairs, scaled logits."""
+    config = ModelConfig.read(file, name, norm_eps=1e-5, eps_field="layer_norm_eps", is_tied=True, rope_theta=theta)
+    bias = file.flag("attention_bias", False)
+    return replace(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        subtracts_mean=True,
+        is_parallel=True,
+        norms=_ONE_NORM,
+        is_interleaved=True,
+        logit_scale=file.number("logit_scale", 0.0625),
+    )
+
+
+def _cohere2(file: ConfigFile, name: str) -> ModelConfig:
+    """Cohere, 2025: Cohere with a window on three of four layers, and no rotation on the others."""
+    for field in ("use_parallel_block", "use_gated_activation", "use_embedding_sharing"):
+        file.expect(field, True)
+    file.expect("position_embedding_type", "rope_gptj")
+    file.expect("order_of_interleaved_layers", "local_attn_first")
+    file.expect("rotary_pct", 1.0)
+    file.ignore("layer_switch")
+    config = _cohere(file, name, 10_000.0)
+    windows = file.windows(config.num_layers, file.optional_size("sliding_window", absent=_SLIDING_WINDOW), every=4)
+    rope = config.rotations[0]
+    rotations = tuple(replace(rope, share=0.0) if window is None else rope for window in windows)
+    return replace(config, windows=windows, rotations=rotations)
+
+
+def _nemotron(file: ConfigFile, name: str) -> ModelConfig:
+    """Parmar et al., 2024: LayerNorm by 1 + weight, relu² without a gate, half of each head is rotated."""
+    config = ModelConfig.read(
+        file, name, norm_eps=1e-5, eps_field="norm_eps", rotary_share=0.5, default_activation="relu2"
+    )
+    bias, mlp_bias = file.flag("attention_bias", False), file.flag("mlp_bias", False)
+    config = replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, names=Names(gate=""))
+    return replace(config, subtracts_mean=True, norm_bias=True, norm_offset=1.0)
+
+
+def _jais2(file: ConfigFile, name: str) -> ModelConfig:
+    """G42, 2025: LayerNorm, and relu² without a gate."""
+    config = ModelConfig.read(file, name, norm_eps=1e-5, eps_field="layer_norm_eps", default_activation="relu2")
+    bias, mlp_bias = file.flag("attention_bias", True), file.flag("mlp_bias", True)
+    config = replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, names=Names(gate=""))
+    return replace(config, subtracts_mean=True, norm_bias=True)
+
+
+def _olmo(file: ConfigFile, name: str) -> ModelConfig:
+    """Groeneveld et al., 2024: Llama with a LayerNorm that has no weights."""
+    config, bias = ModelConfig.read(file, name, norm_eps=1e-5), file.flag("attention_bias", False)
+    return replace(config, qkv_bias=bias, output_bias=bias, subtracts_mean=True, has_norm_weights=False)
 
 
 def _phi3(file: ConfigFile, name: str) -> ModelConfig:
@@ -486,6 +734,18 @@ FAMILIES = (
     Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
     Family("HeliumForCausalLM", "helium", _helium),
     Family("Phi3ForCausalLM", "phi3", _phi3),
+    Family("PhiForCausalLM", "phi", _phi),
+    Family("Starcoder2ForCausalLM", "starcoder2", _starcoder2),
+    Family("StableLmForCausalLM", "stablelm", _stablelm),
+    Family("GPTNeoXForCausalLM", "gpt_neox", _gpt_neox),
+    Family("GPT2LMHeadModel", "gpt2", _gpt2),
+    Family("GPTJForCausalLM", "gptj", _gptj),
+    Family("OPTForCausalLM", "opt", _opt),
+    Family("CohereForCausalLM", "cohere", _cohere),
+    Family("Cohere2ForCausalLM", "cohere2", _cohere2),
+    Family("NemotronForCausalLM", "nemotron", _nemotron),
+    Family("Jais2ForCausalLM", "jais2", _jais2),
+    Family("OlmoForCausalLM", "olmo", _olmo),
     Family("GemmaForCausalLM", "gemma", _gemma),
     Family("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     Family("MixtralForCausalLM", "mixtral", _mixtral),

@@ -122,6 +122,10 @@ class RopeConfig:
         rotary_dim = self.rotary_dim(head_dim)
         if rotary_dim % 2 or not 0 <= rotary_dim <= head_dim:
             raise ConfigError(f"config.json: RoPE turns pairs; it cannot turn {rotary_dim} of {head_dim} dimensions")
+        if self.pair_factors and len(self.pair_factors) != rotary_dim // 2:
+            raise ConfigError(
+                f"config.json: longrope has {len(self.pair_factors)} factors for {rotary_dim // 2} pairs of dimensions"
+            )
         try:
             is_finite = bool(_FREQUENCIES[self.variant](self, rotary_dim).isfinite().all())
         except (ArithmeticError, ValueError, RuntimeError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -209,6 +209,10 @@ class Weights:
     def norm(self, rows: Rows) -> Tensor:
         """The weight of a norm, [size]."""
         return self._filled(self._empty(rows.size), [rows], "weight")
+
+    def norm_bias(self, rows: Rows) -> Tensor:
+        """The bias of a norm, [size]."""
+        return self._filled(self._empty(rows.size), [replace(rows, offset=0.0)], "bias")
 
     def number(self, name: str, *shape: int) -> float:
         """A tensor of one number, [] or [1] as `shape` says."""

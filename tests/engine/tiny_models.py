@@ -13,6 +13,8 @@ from transformers import (
     ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     CwmConfig,
     Dots1Config,
     Ernie4_5_MoeConfig,
@@ -24,22 +26,30 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
     GraniteConfig,
     GraniteMoeConfig,
     HeliumConfig,
     HyperCLOVAXConfig,
     InternLM3Config,
     IQuestCoderConfig,
+    Jais2Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     OlmoeConfig,
+    OPTConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -47,6 +57,8 @@ from transformers import (
     Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
@@ -75,6 +87,18 @@ def _rope(kind: str, **parameters: float) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, **parameters}
 
 
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_GPT_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "n_positions": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OWN_KEYS = {name: size for name, size in _SIZES.items() if name != "num_key_value_heads"}  # for each head
 _LLAMA3_ROPE = _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
@@ -159,6 +183,38 @@ MODELS: dict[str, PreTrainedConfig] = {
     "seed_oss": SeedOssConfig(**_SIZES, head_dim=16, attention_out_bias=True),
     "ernie4_5": Ernie4_5Config(**_SIZES, head_dim=16, use_bias=True),
     "helium": HeliumConfig(**(_SIZES | {"hidden_size": 96}), head_dim=16),
+    "phi": PhiConfig(**_SIZES, **_NO_TOKENS),
+    "starcoder2": Starcoder2Config(**_SIZES, sliding_window=9, **_NO_TOKENS),
+    "stablelm": StableLmConfig(
+        **_SIZES, rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.25}, use_qkv_bias=True, **_NO_TOKENS
+    ),
+    "stablelm, parallel": StableLmConfig(
+        **_SIZES,
+        rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+        use_parallel_residual=True,
+        **_NO_TOKENS,
+    ),
+    "gpt_neox": GPTNeoXConfig(
+        **_OWN_KEYS, rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.25}, **_NO_TOKENS
+    ),
+    "gpt_neox, not parallel": GPTNeoXConfig(**_OWN_KEYS, use_parallel_residual=False, **_NO_TOKENS),
+    "gpt2": GPT2Config(**_GPT_SIZES, n_inner=80),
+    "gptj": GPTJConfig(**_GPT_SIZES, rotary_dim=4),
+    "opt": OPTConfig(
+        **{name: size for name, size in _OWN_KEYS.items() if name != "intermediate_size"},
+        ffn_dim=80,
+        word_embed_proj_dim=48,
+        init_std=0.3,
+        dropout=0.0,
+        **(_NO_TOKENS | {"pad_token_id": 1}),
+    ),
+    "cohere": CohereConfig(**_SIZES, logit_scale=0.3, **_NO_TOKENS),
+    "cohere2": Cohere2Config(
+        **_SIZES, sliding_window=7, layer_types=["sliding_attention", "full_attention"], **_NO_TOKENS
+    ),
+    "nemotron": NemotronConfig(**_SIZES, head_dim=8, **_NO_TOKENS),
+    "jais2": Jais2Config(**_SIZES, head_dim=8, **_NO_TOKENS),
+    "olmo": OlmoConfig(**_SIZES, attention_bias=True, **_NO_TOKENS),
     "gemma": GemmaConfig(**_SIZES, head_dim=16, **_NO_TOKENS),
     "gemma3": Gemma3TextConfig(
         **_SIZES,
