@@ -31,7 +31,7 @@ def test_a_family_of_transformers_is_served_or_refused_by_its_name(model_type: s
     fields["architectures"] = [architecture]
     (tmp_path / "config.json").write_text(json.dumps(fields, default=str))
     if model_type in _WITHOUT_SIZES:
-        with pytest.raises(ConfigError, match="config.json"):
+        with pytest.raises(ConfigError, match=r"config\.json"):
             read_config(tmp_path)
     elif SERVED.get(fields["model_type"]) == architecture:
         assert read_config(tmp_path).family == fields["model_type"]
