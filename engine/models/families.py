@@ -331,6 +331,16 @@ def _gpt2(file: ConfigFile, name: str) -> ModelConfig:
     )
 
 
+def _gpt_bigcode(file: ConfigFile, name: str) -> ModelConfig:
+    """Li et al., 2023: GPT-2 with one key and value for all heads, and matrices that are not transposed."""
+    is_shared = file.flag("multi_query", True)
+    file.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_key_value_heads")
+    file.ignore("inference_runner", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input")
+    config = _gpt2(file, name)
+    num_kv_heads = 1 if is_shared else config.num_heads
+    return replace(config, num_kv_heads=num_kv_heads, is_transposed=False, has_qkv_by_head=not is_shared)
+
+
 def _rename_gpt(file: ConfigFile) -> None:
     file.rename(
         num_hidden_layers="n_layer",
@@ -739,6 +749,7 @@ FAMILIES = (
     Family("StableLmForCausalLM", "stablelm", _stablelm),
     Family("GPTNeoXForCausalLM", "gpt_neox", _gpt_neox),
     Family("GPT2LMHeadModel", "gpt2", _gpt2),
+    Family("GPTBigCodeForCausalLM", "gpt_bigcode", _gpt_bigcode),
     Family("GPTJForCausalLM", "gptj", _gptj),
     Family("OPTForCausalLM", "opt", _opt),
     Family("CohereForCausalLM", "cohere", _cohere),

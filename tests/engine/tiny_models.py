@@ -27,6 +27,7 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
     GPTJConfig,
     GPTNeoXConfig,
     GraniteConfig,
@@ -199,6 +200,8 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "gpt_neox, not parallel": GPTNeoXConfig(**_OWN_KEYS, use_parallel_residual=False, **_NO_TOKENS),
     "gpt2": GPT2Config(**_GPT_SIZES, n_inner=80),
+    "gpt_bigcode": GPTBigCodeConfig(**_GPT_SIZES, n_inner=80),
+    "gpt_bigcode, keys of each head": GPTBigCodeConfig(**_GPT_SIZES, multi_query=False),
     "gptj": GPTJConfig(**_GPT_SIZES, rotary_dim=4),
     "opt": OPTConfig(
         **{name: size for name, size in _OWN_KEYS.items() if name != "intermediate_size"},
@@ -305,7 +308,7 @@ def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torc
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if "norm" in name or "bias" in name:
+        if ("norm" in name or "bias" in name) and parameter.is_floating_point():  # a mask may be called bias
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
