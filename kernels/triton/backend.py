@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..adjust_logits import adjust_logits
 from ..backend import UNQUANTIZED, Backend
 from ..embedding import embedding
-from ..experts import experts
 from ..rms_norm import add
 from ..route import route
 from ..sample import likeliest_if_drawn, most_likely_allowed, sample
+from .experts import experts_triton
 from .linear import linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
 from .paged_attention import paged_attention_triton, plan_attention_triton
 from .rms_norm import layer_norm_triton, rms_norm_triton
@@ -30,7 +30,7 @@ TRITON = Backend(
     plan_attention=plan_attention_triton,
     paged_attention=paged_attention_triton,
     route=route,
-    join=experts,
+    join=experts_triton,
     adjust_logits=adjust_logits,
     sample=sample,
     likeliest_if_drawn=likeliest_if_drawn,

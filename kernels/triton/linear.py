@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..activate import Activation
-from ..linear import PLAIN, Linear, Use
+from ..linear import PLAIN, Linear, Use, linear
 from ..linear_quantized import quantize_to_fp8, quantize_to_int8
 from .activate import activate_triton
 from .configs import num_processors
@@ -71,8 +71,18 @@ class _ActivatedLinear:
         return linear(activate_triton(x, self.activation))
 
 
+class _FixedRouter:
+    """A router's product, in float32, with sums in a fixed order."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._linear = FixedLinear(Weight(weight), None if bias is None else bias.float(), None)
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self._linear(x.float())
+
+
 @dataclass(frozen=True, slots=True)
-class _Maker:
+class WeightMaker:
     """Makes the products of a format.
 
     op                      its name in the tables of configurations
@@ -86,11 +96,13 @@ class _Maker:
     default_gated: DefaultConfig
 
     def __call__(self, weight: Tensor, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
+        if use.is_router:
+            return _FixedRouter(weight.float(), bias) if use.is_deterministic else linear(weight, bias, use)
         prepared = self.prepare(weight)
         if use.is_deterministic:
             return FixedLinear(prepared, bias, use.activation)
-        linear = _Linear(self.op, prepared, bias, self.default)
-        return _ActivatedLinear(linear, use.activation, self.default_gated) if use.activation else linear
+        product = _Linear(self.op, prepared, bias, self.default)
+        return _ActivatedLinear(product, use.activation, self.default_gated) if use.activation else product
 
 
 def library(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
@@ -137,6 +149,6 @@ def to_fp8(weight: Tensor) -> Weight:
     return Weight(*quantize_to_fp8(weight))
 
 
-linear_triton = _Maker("linear", Weight, library, library)
-linear_int8_weight_triton = _Maker("linear_int8_weight", to_int8, default_config, default_gated_config)
-linear_fp8_weight_triton = _Maker("linear_fp8_weight", to_fp8, default_config, default_gated_config)
+linear_triton = WeightMaker("linear", Weight, library, library)
+linear_int8_weight_triton = WeightMaker("linear_int8_weight", to_int8, default_config, default_gated_config)
+linear_fp8_weight_triton = WeightMaker("linear_fp8_weight", to_fp8, default_config, default_gated_config)

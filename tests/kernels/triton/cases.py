@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels.activate import FUNCTIONS, SWIGLU, Activation
-from pagoda_server.kernels.linear import Linear
+from pagoda_server.kernels.linear import ExpertRows, Linear
 from pagoda_server.kernels.rope_and_store_kv import HeadNorms
 from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
 from pagoda_server.kernels.triton.activate import activate_triton
+from pagoda_server.kernels.triton.experts import FEW_ROWS, multiply_rows, weigh
 from pagoda_server.kernels.triton.inputs import (
     LLAMA_1B,
     LLAMA_8B,
@@ -69,6 +70,7 @@ def cases() -> list[Case]:
     for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
         found += fixed_attention_cases(LLAMA_8B, torch.bfloat16, kv_dtype)
     found += fixed_attention_cases(SMOLLM2, torch.float32, torch.float32)
+    found += expert_cases(num_experts=128, chosen=8, out_size=1536, in_size=2048)
     found += sampling_cases(LLAMA_8B.vocab_size)
     return found
 
@@ -149,6 +151,25 @@ def fixed_product_cases(model: ModelShape) -> Iterator[Case]:
     x, whole = torch.empty(ROWS, sizes[1], device=META), Weight(torch.empty(sizes, device=META))
     name = f"{model.name} float32 weight, fixed, one sum"
     yield Case(name, partial(multiply, x, whole, None, fixed_product(sizes[1], 4), adds_up=True))
+
+
+def expert_cases(num_experts: int, chosen: int, out_size: int, in_size: int) -> Iterator[Case]:
+    """Products of the rows of experts, for few and many rows of one, and the sums of a row's experts."""
+    starts, sources = (torch.empty(size, dtype=torch.int32, device=META) for size in (num_experts + 1, ROWS * chosen))
+    rows, sizes = ExpertRows(starts, sources), (num_experts, out_size, in_size)
+    x, bias = _normal(ROWS, in_size), _normal(num_experts, out_size)
+    for kind, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8), ("float8", torch.float8_e4m3fn)):
+        scales = None if dtype is torch.bfloat16 else torch.empty(num_experts, out_size, device=META)
+        weight = Weight(torch.empty(sizes, dtype=dtype, device=META), scales)
+        for config in (FEW_ROWS, fixed_product(in_size, 2)):
+            name = f"{num_experts} experts, {kind} weights, tiles of {config.rows} rows"
+            yield Case(name, partial(multiply_rows, x, weight, bias, rows, config))
+    wide, whole = torch.empty(ROWS, in_size, device=META), Weight(torch.empty(sizes, device=META))
+    name = f"{num_experts} experts, float32 weights"
+    yield Case(name, partial(multiply_rows, wide, whole, None, rows, fixed_product(in_size, 4)))
+    places, shared = torch.empty(ROWS, chosen, dtype=torch.int32, device=META), _normal(ROWS, in_size)
+    weights, gates = torch.empty(ROWS, chosen, device=META), torch.empty(ROWS, 1, device=META)
+    yield Case("sums of experts", partial(weigh, _normal(ROWS * chosen, in_size), places, weights, shared, gates))
 
 
 def fixed_attention_cases(model: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[Case]:
