@@ -48,6 +48,8 @@ const NamedTest TESTS[] = {
     {"linear_int4, exact numbers", test_int4_exactly},
     {"linear_int4, deviations", test_int4},
     {"linear_whole", test_whole},
+    {"rows of experts", test_experts},
+    {"weigh_experts", test_weigh_experts},
 };
 
 }  // namespace

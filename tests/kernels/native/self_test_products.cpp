@@ -1,4 +1,6 @@
 // Tests of products with int8, 4-bit and unquantized weights, and of embeddings read from them.
+#include <memory>
+
 #include "self_test.h"
 
 namespace {
@@ -76,6 +78,8 @@ public:
     bool has_whole_guards() const { return packed_.has_whole_guards() && scales_.has_whole_guards(); }
     const void* packed() const { return packed_.data(); }
     const float* scales() const { return scales_.data(); }
+    int64_t num_bytes() const { return packed_.size(); }
+    int64_t num_scales() const { return scales_.size(); }
 
 protected:
     Room<uint8_t> packed_;
@@ -469,5 +473,106 @@ Findings test_whole(const Subject& on) {
             return magnitude;
         });
     }
+    return found;
+}
+
+namespace {
+
+// The rows of several weights at once have the bits of each row alone with its weight. The experts that have no rows hold
+// poison.
+template <typename SomeWeight>
+void check_experts(const Subject& on, Findings& found, Random& random, const Shape& shape, Activation activation) {
+    constexpr int64_t COUNT = 5, ROWS = 23;
+    const int32_t starts[COUNT + 1] = {0, 0, 3, 4, 4, ROWS};
+    std::vector<int32_t> sources(ROWS);
+    for (int32_t& source : sources) source = static_cast<int32_t>(random.below(shape.rows));
+    Tensor x(on.dtype, shape.rows * shape.in * activation.width(), random), bias(on.dtype, COUNT * shape.out, random);
+    std::vector<std::unique_ptr<SomeWeight>> weights;
+    for (int64_t expert = 0; expert < COUNT; expert++) {
+        weights.push_back(std::make_unique<SomeWeight>(on, shape, random));
+        weights.back()->pack();
+    }
+    int64_t num_bytes = weights[0]->num_bytes(), num_scales = weights[0]->num_scales();
+    Room<uint8_t> packed(COUNT * num_bytes, 0);
+    Room<float> scales(COUNT * num_scales, 0);
+    for (int64_t expert = 0; expert < COUNT; expert++)
+        if (starts[expert] < starts[expert + 1]) {
+            std::memcpy(packed.data() + expert * num_bytes, weights[expert]->packed(), num_bytes);
+            if (num_scales) std::memcpy(scales.data() + expert * num_scales, weights[expert]->scales(), num_scales * sizeof(float));
+        }
+    Tensor out(on.dtype, ROWS * shape.out), one(on.dtype, shape.out);
+    LinearArgs args{};
+    args.x = x.data();
+    args.weight = packed.data();
+    args.scales = scales.data();
+    args.bias = bias.data();
+    args.out = out.data();
+    args.out_dtype = on.dtype;
+    args.rows = ROWS;
+    args.in = shape.in;
+    args.out_size = shape.out;
+    args.activation = activation;
+    args.experts = {starts, sources.data(), COUNT, num_bytes, num_scales};
+    weights[0]->multiply(on.pool, args);
+    found.require_guards(out);
+    args.experts = {};
+    args.rows = 1;
+    args.out = one.data();
+    for (int64_t expert = 0; expert < COUNT; expert++)
+        for (int64_t row = starts[expert]; row < starts[expert + 1]; row++) {
+            args.x = x.data(sources[row] * shape.in * activation.width());
+            args.weight = weights[expert]->packed();
+            args.scales = weights[expert]->scales();
+            args.bias = bias.data(expert * shape.out);
+            weights[expert]->multiply(on.alone, args);
+            found.require(one.has_bits_of(out, row * shape.out, shape.out), "a row of an expert has other bits than alone");
+        }
+}
+
+}  // namespace
+
+Findings test_experts(const Subject& on) {
+    Findings found(0);
+    Random random(13);
+    for (const Shape& shape : {Shape{7, 64, 70}, Shape{1, 192, 33}, Shape{40, 96, 16}})
+        for (Activation activation : {Activation{}, Activation{Function::silu, true, {}}}) {
+            check_experts<WholeWeight>(on, found, random, shape, activation);
+            check_experts<Int8Weight>(on, found, random, shape, activation);
+            check_experts<Int4Weight>(on, found, random, shape, activation);
+        }
+    return found;
+}
+
+Findings test_weigh_experts(const Subject& on) {
+    Findings found(1e-6 + on.rounding());
+    Random random(14);
+    for (int64_t size : {1, 33, 64, 600})
+        for (int64_t rows : {1, 9})
+            for (int64_t chosen : {1, 3})
+                for (int shared = 0; shared < 3; shared++) {  // none, as it is, weighed by a gate
+                    Tensor x(on.dtype, rows * chosen * size, random), other(on.dtype, rows * size, random), out(on.dtype, rows * size);
+                    std::vector<int32_t> places;
+                    std::vector<float> weights, gates;
+                    for (int64_t i = 0; i < rows * chosen; i++) {
+                        places.push_back(static_cast<int32_t>(rows * chosen - 1 - i));
+                        weights.push_back(static_cast<float>(random.normal()));
+                    }
+                    for (int64_t row = 0; row < rows; row++) gates.push_back(static_cast<float>(random.normal()));
+                    on.ops.weigh_experts(on.pool, on.dtype,
+                                         {x.data(), places.data(), weights.data(), shared ? other.data() : nullptr, shared == 2 ? gates.data() : nullptr,
+                                          out.data(), rows, chosen, size});
+                    for (int64_t row = 0; row < rows; row++)
+                        for (int64_t i = 0; i < size; i++) {
+                            double share = shared == 2 ? 1 / (1 + std::exp(-double{gates[row]})) : shared;
+                            double sum = share * other.at(row * size + i), magnitude = std::fabs(sum);
+                            for (int64_t choice = row * chosen; choice < (row + 1) * chosen; choice++) {
+                                double term = weights[choice] * x.at(places[choice] * size + i);
+                                sum += term;
+                                magnitude += std::fabs(term);
+                            }
+                            found.compare(out.at(row * size + i), sum, magnitude);
+                        }
+                    found.require_guards(out);
+                }
     return found;
 }
