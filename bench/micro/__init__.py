@@ -3,6 +3,7 @@
 bookkeeping  Python time of a step around the model
 channel      latency and CPU time of the link between router and engine
 crowds       schedule() with thousands of sequences waiting
+experts      bytes and milliseconds of a layer with experts, beside a dense one and transformers
 guided       what a grammar costs per step, and what forced tokens save
 resume       restarting a preempted sequence: recomputed, or loaded from host memory
 router       capacity of a router process, and what it adds to TTFT and ITL

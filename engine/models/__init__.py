@@ -13,10 +13,12 @@ attention   `windows` and `rotations` have an entry for each layer. A rotation m
 projections biases, and what the checkpoint calls them: `Names` has those of Llama, and fused ones.
 layers      without a gate, in parallel, without a rotation but with learned positions.
 multipliers `embedding_scale`, `residual_scale`, `logit_scale`.
+experts     `ExpertLayers` says which layers have them, how wide they are, and what their tensors are called. Its
+            `Routing` says how a router chooses: how many, by softmax or sigmoid, normalised, in groups.
 
-What none of these says is a new field of ModelConfig, and its place in decoder.py. An expert layer would be a class
-that stands where a layer has its `MLP`. In a step a layer may call only ops of the backend (kernels/backend.py),
-never torch: on a CPU the compiled ops of a decode step are recorded, and ops of torch would be missing from it.
+What none of these says is a new field of ModelConfig, and its place in decoder.py. In a step a layer may call
+only ops of the backend (kernels/backend.py), never torch: on a CPU the compiled ops of a decode step are recorded, and
+ops of torch would be missing from it.
 
 Prove it with an entry in MODELS of tests/engine/tiny_models.py. Tests then compare its logits and tokens with those of
 transformers, op by op, recorded, and on the kernels of a GPU. To serve the family from GGUF files, add an entry in
