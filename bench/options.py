@@ -16,7 +16,7 @@ from bench.peers.registry import PEERS
 from bench.systems import System, parse_system, peer, running_server
 from bench.workloads import WORKLOADS, Workload
 from pagoda_server.checkpoints import Progress, resolve
-from pagoda_server.checkpoints.grouped_weights import dequantized
+from pagoda_server.checkpoints.dequantized import dequantized
 
 INSTALLED = "installed"
 NO_PEERS = "none"

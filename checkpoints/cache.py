@@ -14,7 +14,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,8 @@ from .progress import Progress
 LOCK_POLL_S = 0.1
 DRAFT = "draft"
 
-# Called with a folder for stages worth keeping and the empty folder to fill.
-Build = Callable[[Path, Path], None]
+# Called with a folder for stages worth keeping and the empty folder to fill. Returns checksums that it knows, by name.
+Build = Callable[[Path, Path], Mapping[str, str] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,7 @@ class Cache:
             partial.unlink()
         draft.mkdir(parents=True)
         try:
-            build(work, draft)
-            seal(draft, progress)
+            seal(draft, progress, build(work, draft))
             folder.parent.mkdir(exist_ok=True)
             remove_tree(folder)
             draft.rename(folder)

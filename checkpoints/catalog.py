@@ -10,7 +10,7 @@ from . import synthetic
 from .cache import Cache
 from .files import MANIFEST, read_manifest
 from .folder import CheckpointError, check_folder, read_json_object
-from .gguf_import import obtain_gguf_model, read_origin
+from .gguf_import import check_linked, obtain_gguf_model, read_origin
 from .hub import HubModel, HubName, all_downloaded, downloaded, obtain_hub_model, remove_hub_model
 from .package_models import PACKAGE_MODELS, SMOLLM2, Terms, accept, has_accepted, obtain_package_model
 from .progress import Progress, no_progress
@@ -64,8 +64,10 @@ def _find(model: str, cache: Cache, progress: Progress, refreshes: bool) -> Foun
             raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
         folder = obtain_gguf_model(path, cache, progress)
         return FoundModel(path.stem if path.stem.isprintable() else folder.name, folder)
-    if model in cache.published_names():
-        return FoundModel(model, cache.root / "models" / model)
+    if (imported := cache.root / "models" / model).name == model and imported.is_dir():
+        check_linked(imported, cache, progress)
+        if model in cache.published_names():
+            return FoundModel(model, imported)
     if name := HubName.parse(model):
         found = obtain_hub_model(name, cache, progress, refreshes)
         return FoundModel(model, found if found.is_dir() else obtain_gguf_model(found, cache, progress))

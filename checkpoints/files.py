@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -73,12 +73,27 @@ class FileRecord:
     sha256: str
 
 
-def seal(folder: Path, progress: Progress = no_progress) -> None:
-    """Write the manifest of a finished folder and force everything in the folder to the disk."""
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system has one name for a file."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def seal(folder: Path, progress: Progress = no_progress, known: Mapping[str, str] | None = None) -> None:
+    """Write the manifest of a finished folder and force everything in the folder to the disk.
+
+    known  SHA-256 of files that need not be read again, by name
+    """
+    digests = dict(known or {})
+    unread = [path for path in sorted(folder.iterdir()) if path.name not in digests]
+    digests |= {path.name: digest for path, digest in _checksums(unread, "Checksumming", progress)}
     records: dict[str, dict[str, object]] = {}
-    for path, digest in _checksums(sorted(folder.iterdir()), "Checksumming", progress):
-        records[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
-        sync(path)
+    for name, digest in sorted(digests.items()):
+        records[name] = {"bytes": (folder / name).stat().st_size, "sha256": digest}
+        if not (folder / name).is_symlink():
+            sync(folder / name)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": records}, indent=2) + "\n")
     sync(manifest)

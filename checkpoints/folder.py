@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+GGUF = "model.gguf"  # or a link to the file of that format, which lies elsewhere
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _LONGEST_QUOTED = 300
@@ -57,25 +58,30 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def check_folder(folder: Path) -> Path:
-    """Return the folder if it has a readable config.json, a tokenizer.json and complete safetensors weights.
+    """Return the folder if it has a readable config.json, a tokenizer.json and complete weights.
 
     The synthetic model needs no weights, nor does one whose config.json says `"random_weights": true`. Only the headers
     of the weights are read.
 
     Raises CheckpointError, which names the missing or broken file.
     """
-    config = _read(folder / "config.json")
+    config = read_config(folder)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{folder / 'config.json'} names no model_type")
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; other tokenizer files are not supported")
     if config["model_type"] != "synthetic" and config.get("random_weights") is not True:
-        for path in _weight_files(folder):
-            _check_weights(path)
+        check_weights(folder)
     return folder
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def read_config(folder: Path) -> dict[str, object]:
+    """The fields of config.json. Raises CheckpointError if it is missing or broken."""
+    return _read(folder / "config.json")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises CheckpointError if there are none, or their index is broken."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / WEIGHTS_INDEX).is_file():
@@ -86,15 +92,24 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / str(name) for name in sorted({str(name) for name in weight_map.values()})]
 
 
-def _check_weights(path: Path) -> None:
-    """Check that the header parses and its tensors end where the file ends: an incomplete download fails here."""
-    from safetensors import SafetensorError, safe_open
+def check_weights(folder: Path) -> None:
+    """Check that each header parses and its tensors end where the file ends: an incomplete download fails here."""
+    from .safetensors_header import read_header
 
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is missing, truncated or corrupt: {quoted(error)}") from error
+    if not linked_gguf(folder):
+        for path in weight_files(folder):
+            try:
+                read_header(path)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path} is missing, truncated or corrupt: {quoted(error)}") from error
+
+
+def linked_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has one. Raises CheckpointError if it is a link to a file that is gone."""
+    path = folder / GGUF
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path.readlink()}, from which {folder.name} was imported, is gone: give its new path")
+    return path.resolve() if path.exists() else None
 
 
 def _read(path: Path) -> dict[str, object]:

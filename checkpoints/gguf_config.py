@@ -28,12 +28,14 @@ class Family:
     norms               of a layer: the GGUF's names, and the checkpoint's
     interleaved_rotary  the GGUF keeps the rows of Q and K in the order of interleaved rotary pairs
     qkv_bias            None: the file decides
+    norm_offset         what the GGUF has added to the weights of norms
     """
 
     transformers_class: str
     norms: Mapping[str, str]
     interleaved_rotary: bool = False
     qkv_bias: bool | None = None
+    norm_offset: float = 0.0
 
 
 FAMILIES = {
@@ -97,7 +99,7 @@ def read_shape(file: GgufFile) -> ModelShape:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
         qkv_bias="blk.0.attn_q.bias" in file.tensors if qkv_bias is None else qkv_bias,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         tied_embeddings="output.weight" not in file.tensors,
@@ -167,9 +169,10 @@ def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, object]:
 
     All published Llama 3.1, 3.2 and 3.3 models share these parameters except `factor`, that of the slowest pair.
     """
-    found = np.asarray(file.tensors[ROPE_FACTORS].data, dtype=np.float32)
-    if found.shape != (shape.head_dim // 2,):
+    factors = file.tensors[ROPE_FACTORS]
+    if factors.shape != (shape.head_dim // 2,) or factors.kind != "F32":
         raise _other_factors(file)
+    found = factors.data.view(np.float32)[0]
     factor, low_freq_factor, high_freq_factor, original_len = float(found[-1]), 1.0, 4.0, 8192
     theta = file.number(f"{shape.family}.rope.freq_base", 10000.0)
     wavelengths = 2 * np.pi * theta ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)

@@ -1,16 +1,18 @@
-"""Converts a .gguf file to a Hugging Face folder."""
+"""Makes a Hugging Face folder for a .gguf file, which holds everything but the weights: those stay in the file."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cache import Cache
-from .files import sha256_of, written_whole
-from .folder import CheckpointError, read_json_object, write_json
+from .files import read_manifest, sha256_of, written_whole
+from .folder import GGUF, CheckpointError, linked_gguf, quoted, read_json_object, write_json
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -39,37 +41,72 @@ def read_origin(folder: Path) -> Origin:
 
 def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
     """Return the folder made from this file's contents. A renamed or moved file is not imported again.
+
     Raises CheckpointError if the file is broken or its architecture, vocabulary or quantization is not supported.
     """
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "model"
     try:
         remembered = _remembered(path, cache)
         # A large file that will be refused is not read whole before.
-        file = None if remembered.is_file() else _checked(path, progress)
-        name = f"{stem}-{_content_key(path, remembered, progress)[:12]}"
+        file = None if remembered.is_file() else _opened(path, progress)
+        sha256 = _content_key(path, remembered, progress)
+        folder = cache.root / "models" / f"{stem}-{sha256[:12]}"
+        _link_again(folder / GGUF, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be imported: {error}") from error
-    return cache.obtain(name, lambda work, draft: import_gguf(path, draft, progress, file), progress)
+
+    def build(work: Path, draft: Path) -> dict[str, str]:
+        import_gguf(path, draft, progress, file)
+        (draft / GGUF).symlink_to(path.resolve())
+        return {GGUF: sha256}
+
+    return cache.obtain(folder.name, build, progress)
+
+
+def check_linked(folder: Path, cache: Cache, progress: Progress) -> None:
+    """Raise CheckpointError if an imported folder links to a file that is gone or has changed."""
+    gguf = linked_gguf(folder)
+    if gguf is None or not (folder / GGUF).is_symlink():
+        return
+    expected = {record.name: record.sha256 for record in read_manifest(folder) or []}
+    if expected.get(GGUF) != _content_key(gguf, _remembered(gguf, cache), progress):
+        raise CheckpointError(f"{gguf} has changed since {folder.name} was imported from it: give its path")
+
+
+def _link_again(link: Path, path: Path) -> None:
+    """Let the link of a folder that was imported before lead to the file, which may have been moved."""
+    if link.is_symlink() and not (link.exists() and link.samefile(path)):
+        new = link.with_name(f"{link.name}.{secrets.token_hex(4)}.partial")
+        new.symlink_to(path.resolve())
+        new.replace(link)
 
 
 def import_gguf(path: Path, folder: Path, progress: Progress, file: GgufFile | None = None) -> None:
-    """Fill an empty folder with config.json, model.safetensors, the tokenizer and its settings.
+    """Fill an empty folder with config.json, the tokenizer and its settings, and check the values of the weights.
 
-    file  the same file, if its header has been read before: that takes seconds
+    The caller puts the file, or a link to it, beside them as model.gguf.
+
+    file  the same file, if its header has been read before
     """
     # Imported here: a start from the cache needs neither NumPy nor the code for quantization.
     from .gguf_config import config_of, read_shape
     from .gguf_tokenizer import write_tokenizer
-    from .gguf_weights import has_grouped_weights, write_weights
-    from .grouped_weights import QUANTIZATION_CONFIG
+    from .gguf_weights import open_gguf_weights
+    from .quantized_weights import GGUF as METHOD
+    from .stored import check_values
 
-    file = file or _checked(path, progress)
-    shape = read_shape(file)
-    quantization = {"quantization_config": QUANTIZATION_CONFIG} if has_grouped_weights(file) else {}
-    write_json(folder / "config.json", config_of(file, shape) | quantization)
+    file = file or _opened(path, progress)
+    tensors = open_gguf_weights(file)
+    is_grouped = any(tensor.grouping for tensor in tensors.values())
+    quantization = {"quantization_config": {"quant_method": METHOD}} if is_grouped else {}
+    write_json(folder / "config.json", config_of(file, read_shape(file)) | quantization)
     write_tokenizer(file, folder)
-    write_weights(file, shape, folder / "model.safetensors", progress)
     write_json(folder / ORIGIN, asdict(_origin(file)))
+    done, total = 0, sum(tensor.num_bytes for tensor in tensors.values())
+    for stored in tensors.values():
+        check_values(quoted(stored.tensor.name), stored)
+        done += stored.num_bytes
+        progress("Checking the weights", done, total)
 
 
 def _remembered(path: Path, cache: Cache) -> Path:
@@ -97,19 +134,18 @@ def _origin(file: GgufFile) -> Origin:
 
     kind = file.integer("general.file_type", -1)
     names = {each.value: each.name.removeprefix("MOSTLY_").removeprefix("ALL_") for each in LlamaFileType}
-    parameters = sum(int(tensor.n_elements) for tensor in file.tensors.values())
+    parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
     return Origin(f"GGUF {names[kind]}" if kind in names else "GGUF", parameters)
 
 
-def _checked(path: Path, progress: Progress) -> GgufFile:
+def _opened(path: Path, progress: Progress) -> GgufFile:
     """The open file. Raises CheckpointError if its header shows that it cannot be imported."""
-    from .gguf_config import read_shape
     from .gguf_file import GgufFile
-    from .gguf_weights import check_tensors
+    from .gguf_weights import open_gguf_weights
 
     size_bytes = path.stat().st_size
     progress("Reading the GGUF file", 0, size_bytes)
     file = GgufFile(path)
-    check_tensors(file, read_shape(file))
+    open_gguf_weights(file)
     progress("Reading the GGUF file", size_bytes, size_bytes)
     return file

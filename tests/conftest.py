@@ -100,7 +100,7 @@ def default_model_folder() -> Path:
 @pytest.fixture(scope="session")
 def plain_model_folder(default_model_folder: Path) -> Path:
     """The default model with its weights dequantized, as transformers and others read it."""
-    from pagoda_server.checkpoints.grouped_weights import dequantized
+    from pagoda_server.checkpoints.dequantized import dequantized
 
     return dequantized(default_model_folder)
 

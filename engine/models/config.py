@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoints.folder import quoted, read_json_object
-from ...checkpoints.grouped_weights import QUANTIZATION_CONFIG
+from ...checkpoints.folder import CheckpointError, quoted, read_json_object
+from ...checkpoints.quantized_weights import FP8, quantization_method
 from ...kernels import Function, Routing
 from ..core.errors import ConfigError, shown
 from .inert_fields import is_inert
@@ -168,13 +168,11 @@ class ConfigFile:
         return self._get(name) is not None
 
     def has_int4_weights(self) -> bool:
-        """Raises ConfigError if weights are quantized in another format than the importer's own."""
-        found = self._get("quantization_config")
-        if found not in (None, QUANTIZATION_CONFIG):
-            raise ConfigError(
-                f"config.json: quantization_config {shown(found)} is not supported; {QUANTIZATION_CONFIG} is"
-            )
-        return found is not None
+        """Whether some weights are in groups. Raises ConfigError if they are quantized in a format that is not read."""
+        try:
+            return quantization_method(self._get("quantization_config")) not in (None, FP8)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
 
     def rope(self, share: float | None = None, kind: str = "", theta: float = DEFAULT_ROPE_THETA) -> RopeConfig:
         """Read from `rope_parameters`, or from `rope_theta` and `rope_scaling` as older files have them.

@@ -1,27 +1,27 @@
-"""The weights of a model: read from safetensors files one tensor at a time, and turned at once into what computes.
+"""The weights of a model: read from a folder's files a few rows at a time, and turned at once into what computes.
 
-Weights that the checkpoint holds in groups (checkpoints/grouped_weights.py) stay in groups if the backend takes them.
-Otherwise they are dequantized.
+Weights that the checkpoint holds in groups stay in groups if the backend takes them. Otherwise they are dequantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...checkpoints.folder import quoted, read_json_object
-from ...checkpoints.grouped_weights import MINIMUMS, SCALES, VALUES, quantized_names
+from ...checkpoints.folder import CheckpointError
 from ...checkpoints.progress import Progress, no_progress
+from ...checkpoints.stored import VALUES_AT_ONCE, StoredPart, StoredTensor, pieces
+from ...checkpoints.weight_files import open_weights
 from ...kernels import (
     HEAD,
-    INT4,
     PLAIN,
     ROUTER,
     Backend,
@@ -34,8 +34,6 @@ from ...kernels import (
 )
 from ..core.errors import ConfigError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 INITIALIZER_RANGE = 0.02  # of random weights, as in transformers
 # The safetensors format's names of what can be converted to a weight.
 FORMATS = {
@@ -46,8 +44,10 @@ FORMATS = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-VALUES_AT_ONCE = 1 << 20  # dequantized at a time: until the rows are in their place, a value takes some 12 bytes
+NUM_READERS = 2  # threads that decode what comes next while the last piece is copied
 
+A = TypeVar("A")
+B = TypeVar("B")
 Weight = Tensor | GroupedWeight
 Place = TypeVar("Place", Tensor, GroupedWeight)
 
@@ -80,20 +80,24 @@ class Rows:
             return self.name if kind == "weight" else f"{self.name}_{kind}"
         return f"{self.name}.{kind}"
 
-    def of(self, tensor: Tensor, *, is_scaled: bool = True) -> Tensor:
-        """The rows of a tensor [size, …], in order and multiplied; a tensor of another size as it is."""
-        if self.is_transposed and tensor.dim() == 2:
-            tensor = tensor.t()
-        if not tensor.dim() or len(tensor) != self.size:
-            return tensor
-        if self.order is not None:
-            tensor = tensor[self.order]
+    def index(self, part: slice) -> slice | np.ndarray:
+        """Which of the checkpoint's rows come where some rows are wanted."""
+        return part if self.order is None else self.order[part].numpy()
+
+    def factor_of(self, part: slice) -> float | Tensor:
+        """A number, or one for each of some rows."""
+        return (
+            self.factor[part].float() if isinstance(self.factor, Tensor) and self.factor.dim() else float(self.factor)
+        )
+
+    def changed(self, tensor: Tensor, part: slice) -> Tensor:
+        """Some rows of the checkpoint, in order, with the offset and the factor."""
         if self.offset:
             tensor = tensor.float() + self.offset
-        if not is_scaled or (isinstance(self.factor, float) and self.factor == 1):
-            return tensor
-        factor = torch.as_tensor(self.factor, dtype=torch.float32)
-        return tensor.float() * (factor if factor.dim() == 0 else factor.view(-1, *[1] * (tensor.dim() - 1)))
+        factor = self.factor_of(part)
+        if isinstance(factor, Tensor):
+            return tensor.float() * factor.view(-1, *[1] * (tensor.dim() - 1))
+        return tensor if factor == 1 else tensor.float() * factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,66 +120,78 @@ class Tensors(Protocol):
 
 
 class Checkpoint:
-    """The tensors in a folder's safetensors files.
+    """The tensors in a folder's files.
 
-    Reading a tensor takes memory for about that tensor, besides the place that it fills. Raises ConfigError if a file
-    is missing or broken.
+    Reading a tensor takes memory for some rows of it, besides the place that it fills. Raises ConfigError if a file is
+    missing or broken.
     """
 
     def __init__(self, folder: Path, progress: Progress = no_progress) -> None:
-        self._progress = progress
-        self._index = folder / INDEX_FILE if (folder / INDEX_FILE).exists() else folder / SINGLE_FILE
-        self._files: dict[str, Path] = {}  # by tensor
-        self._total = self._done = 0
-        for path in _shards(self._index) if self._index.name == INDEX_FILE else [self._index]:
-            with _opened(path) as file:
-                self._files |= dict.fromkeys(file.keys(), path)
-            self._total += _data_bytes(path)
-        self._in_groups = quantized_names(self._files)
+        self._progress, self._folder = progress, folder
+        try:
+            self._tensors = open_weights(folder)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        self._total, self._done = sum(stored.num_bytes for stored in self._tensors.values()), 0
+        self._readers = ThreadPoolExecutor(NUM_READERS, "weights")
 
     def has(self, name: str) -> bool:
-        return name in self._files or self.format_of(name) is not None
+        return name in self._tensors
 
     def format_of(self, name: str) -> GroupedFormat | None:
-        return INT4 if name in self._in_groups else None
+        stored = self._tensors.get(name)
+        return None if stored is None or stored.grouping is None else GroupedFormat(*astuple(stored.grouping))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a tensor; bfloat16 for one in groups. Raises ConfigError as `fill` does."""
-        if self.format_of(name) is not None:
-            return torch.bfloat16
-        with self._opened(name) as file:
-            return _format(file, name)
+        """The dtype of a tensor; bfloat16 for one that is quantized. Raises ConfigError as `fill` does."""
+        stored = self._stored(name)
+        return torch.bfloat16 if stored.is_quantized else _dtype(name, stored)
 
     def fill(self, place: Weight, name: str, rows: Rows) -> None:
         """Converts a tensor, whose rows are arranged as `rows` says, to the dtype and device of `place`.
 
         Raises ConfigError if there is no such tensor, or if it has another shape or a format that is not supported.
         """
-        form = self.format_of(name)
-        parts = [name] if form is None else [name + part for part in (VALUES, SCALES, MINIMUMS)]
-        # The file is opened for each tensor, because what was read of a mapped file stays resident until it is closed.
-        with self._opened(*parts) as file:
-            if form is not None:
-                values, *scales = (_part(file, part, rows.expert) for part in parts)
-                scales = [rows.of(part).to(part.dtype) for part in scales]
-                weight: Weight = _grouped(name, form, [rows.of(values, is_scaled=False), *scales])
-            else:
-                weight = rows.of(_whole(file, name, rows.expert))
-            if list(weight.shape) != list(place.shape):
-                shapes = (
-                    f"shape {list(weight.shape)} in {self._index.name}, but config.json makes it {list(place.shape)}"
-                )
-                raise ConfigError(f"tensor {name} has {shapes}")
-            _copy(weight, place)
-        self._done += weight.nbytes
+        stored = self._stored(name)
+        if rows.expert is not None and (not stored.shape or stored.shape[0] <= rows.expert):
+            raise ConfigError(f"tensor {name} has shape {list(stored.shape)}, without a part for expert {rows.expert}")
+        if rows.expert is not None or rows.is_transposed:
+            stored = StoredPart(stored, rows.expert, rows.is_transposed)
+        if stored.shape != tuple(place.shape):
+            shapes = f"shape {list(stored.shape)} in {self._folder.name}, but config.json makes it {list(place.shape)}"
+            raise ConfigError(f"tensor {name} has {shapes}")
+        read: Callable[[slice], Weight]
+        if isinstance(place, GroupedWeight):
+            form = place.format
+            read = lambda part: _grouped(stored, rows, part, form)  # noqa: E731
+        else:
+            dtype = _dtype(name, stored)
+            read = lambda part: _whole(stored, rows, part, dtype)  # noqa: E731
+        parts = list(pieces(stored.shape, VALUES_AT_ONCE))
+        places = place.split([part.stop - part.start for part in parts]) if place.shape else [place]
+        for target, part, weight in zip(places, parts, _ahead(self._readers, read, parts), strict=True):
+            if isinstance(weight, Tensor):
+                weight = rows.changed(weight, part)
+            target.copy_(weight)
+            stored.release()
+        self._done += stored.num_bytes
         self._progress("loading weights", self._done, self._total)
 
-    def _opened(self, *names: str) -> AbstractContextManager[Any]:
-        """The file that holds these tensors."""
-        for name in names:
-            if name not in self._files:
-                raise ConfigError(f"tensor {name} is missing in {self._index.name}")
-        return _opened(self._files[names[0]])
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            raise ConfigError(f"tensor {name} is missing in {self._folder}")
+        return self._tensors[name]
+
+
+def _ahead(readers: ThreadPoolExecutor, read: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
+    """What `read` returns for each item, in order; while one is used, the next are read."""
+    waiting: deque[Future[B]] = deque()
+    for item in items:
+        waiting.append(readers.submit(read, item))
+        if len(waiting) > NUM_READERS:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 class RandomTensors:
@@ -285,67 +301,24 @@ class Weights:
         return place
 
 
-def _format(file: Any, name: str) -> torch.dtype:
-    stored = file.get_slice(name).get_dtype()
-    if stored not in FORMATS:
-        raise ConfigError(f"tensor {name} is stored as {stored}; supported: {', '.join(FORMATS)}")
-    return FORMATS[stored]
+def _dtype(name: str, stored: StoredTensor) -> torch.dtype:
+    if stored.encoding not in FORMATS:
+        raise ConfigError(f"tensor {name} is stored as {stored.encoding}; supported: {', '.join(FORMATS)}")
+    return FORMATS[stored.encoding]
 
 
-def _whole(file: Any, name: str, expert: int | None) -> Tensor:
-    _format(file, name)
-    return _part(file, name, expert)
+def _whole(stored: StoredTensor, rows: Rows, part: slice, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(stored.whole(rows.index(part))).view(dtype)
 
 
-def _part(file: Any, name: str, expert: int | None) -> Tensor:
-    """A tensor, or an expert's part of it."""
-    if expert is None:
-        return cast(Tensor, file.get_tensor(name))
-    part = file.get_slice(name)
-    if not part.get_shape() or part.get_shape()[0] <= expert:
-        raise ConfigError(f"tensor {name} has shape {part.get_shape()}, without a part for expert {expert}")
-    return cast(Tensor, part[expert])
-
-
-def _grouped(name: str, form: GroupedFormat, parts: list[Tensor]) -> GroupedWeight:
-    try:
-        return GroupedWeight.of_parts(form, *parts)
-    except ValueError as error:
-        raise ConfigError(f"tensor {name} is in {form.bits} bits, but {error}") from None
-
-
-def _copy(weight: Weight, place: Weight) -> None:
-    if isinstance(weight, Tensor):
-        assert isinstance(place, Tensor)
-        place.copy_(weight)
-    elif isinstance(place, GroupedWeight):
-        place.copy_(weight)
-    else:
-        rows = max(1, VALUES_AT_ONCE // place.shape[1])
-        for target, part in zip(place.split(rows), weight.split(rows), strict=True):
-            target.copy_(part.dequantize())
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        weight_map: Any = read_json_object(index)["weight_map"]
-        return [index.parent / str(name) for name in sorted(set(weight_map.values()))]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{index} is not the index of a sharded checkpoint") from None
-
-
-def _data_bytes(path: Path) -> int:
-    """The file without its header, whose length is in the first 8 bytes."""
-    with path.open("rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise ConfigError(f"the model folder has no {path.name}: {path.parent}") from None
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is not a readable safetensors file: {quoted(error)}") from None
+def _grouped(stored: StoredTensor, rows: Rows, part: slice, form: GroupedFormat) -> GroupedWeight:
+    found, factor = stored.groups(rows.index(part)), rows.factor_of(part)
+    values, *numbers = (
+        torch.from_numpy(np.ascontiguousarray(each))
+        for each in (found.values, found.scales, found.minimums)
+        if each is not None
+    )
+    if factor != 1 if isinstance(factor, float) else True:
+        by = factor.view(-1, 1) if isinstance(factor, Tensor) else factor
+        numbers = [(each.float() * by).half() for each in numbers]
+    return GroupedWeight.of_parts(form, values, *numbers)

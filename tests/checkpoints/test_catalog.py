@@ -27,7 +27,7 @@ from pagoda_server.checkpoints import (
     verify,
 )
 from pagoda_server.checkpoints.cache import Cache
-from pagoda_server.checkpoints.grouped_weights import dequantized
+from pagoda_server.checkpoints.dequantized import dequantized, write_dequantized
 from tests.checkpoints.tiny_gguf import tiny_model
 
 
@@ -102,7 +102,6 @@ def test_an_imported_file_can_be_called_by_its_folders_name(own_cache: Path, tmp
     path = tiny_model("qwen3").write(tmp_path / "My model.gguf")
     folder = resolve(str(path))
     assert folder.name.startswith("My-model-")
-    path.unlink()
     assert resolve(folder.name) == folder
 
 
@@ -174,9 +173,10 @@ def test_a_file_that_is_refused_is_not_read_whole_before(
 
 
 def local_folder(own_cache: Path, tmp_path: Path) -> Path:
-    imported = resolve(str(tiny_model("llama").write(tmp_path / "tiny.gguf")))
-    (imported / "manifest.json").unlink()
-    return imported.rename(tmp_path / "local")
+    """A folder as transformers writes them."""
+    (tmp_path / "local").mkdir()
+    write_dequantized(resolve(str(tiny_model("llama").write(tmp_path / "tiny.gguf"))), tmp_path / "local")
+    return tmp_path / "local"
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])

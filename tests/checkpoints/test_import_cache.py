@@ -53,7 +53,7 @@ def files_under(folder: Path) -> list[str]:
 
 
 def test_a_killed_import_publishes_nothing_and_the_next_cleans_up(tiny: Path, cache: Cache) -> None:
-    for description in ("Converting", "Checksumming"):
+    for description in ("Checking", "Checksumming"):
         killed = subprocess.run([sys.executable, "-c", DIE_AT, str(tiny), description], check=False)
         assert killed.returncode == -signal.SIGKILL
         assert cache.published_names() == []
@@ -120,30 +120,32 @@ def test_an_import_waits_for_the_one_under_way_and_takes_its_result(cache: Cache
         assert cache.obtain("model", never, notice) == first.result()
 
 
-@pytest.mark.parametrize("damage", ["shorter", "missing", "other format"])
+@pytest.mark.parametrize("damage", ["shorter", "missing", "no link", "other format"])
 def test_a_damaged_folder_is_imported_again(damage: str, tiny: Path) -> None:
     folder = resolve(str(tiny))
-    weights, manifest = folder / "model.safetensors", folder / "manifest.json"
+    tokenizer, manifest = folder / "tokenizer.json", folder / "manifest.json"
     match damage:
         case "shorter":
-            os.truncate(weights, weights.stat().st_size - 1)
+            os.truncate(tokenizer, tokenizer.stat().st_size - 1)
         case "missing":
-            weights.unlink()
+            tokenizer.unlink()
+        case "no link":
+            (folder / "model.gguf").unlink()
         case "other format":
-            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0'))
+            manifest.write_text(manifest.read_text().replace('"format": 4', '"format": 0'))
     assert resolve(str(tiny)) == folder
     verify(folder)
 
 
 def test_verify_finds_a_single_changed_byte(tiny: Path) -> None:
     folder = resolve(str(tiny))
-    with (folder / "model.safetensors").open("r+b") as file:
+    with (folder / "tokenizer.json").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
     assert resolve(str(tiny)) == folder  # the cheap check compares sizes only
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has SHA-256"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has SHA-256"):
         verify(folder)
 
 
@@ -154,7 +156,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_folder(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("pagoda_server.checkpoints.safetensors_file.SafetensorsWriter.write", full)
+        patch.setattr("pagoda_server.checkpoints.gguf_import.write_json", full)
         with pytest.raises(CheckpointError, match=r"disk that holds .* is full"):
             resolve(str(tiny))
     assert cache.published_names() == []
@@ -164,14 +166,48 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_folder(
 
 def test_a_renamed_file_is_the_same_model_and_a_changed_file_is_another(tiny: Path, tmp_path: Path) -> None:
     first = resolve(str(tiny))
-    imported_at = first.stat().st_mtime_ns
+    imported_at = (first / "manifest.json").stat().st_mtime_ns
     copy = tmp_path / "elsewhere" / "tiny.gguf"
     copy.parent.mkdir()
     tiny.rename(copy)
     assert resolve(str(copy)) == first
-    assert first.stat().st_mtime_ns == imported_at
+    assert (first / "manifest.json").stat().st_mtime_ns == imported_at
     tiny_model("llama", seed=1).write(copy)
     assert resolve(str(copy)) != first
+
+
+def test_the_weights_stay_in_the_users_file_and_are_read_whole_at_the_import_alone(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = resolve(str(tiny))
+    assert (folder / "model.gguf").resolve() == tiny
+    own_bytes = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
+    assert own_bytes < 0.05 * tiny.stat().st_size
+    for name in ("sha256_of", "import_gguf"):
+        monkeypatch.setattr(f"pagoda_server.checkpoints.gguf_import.{name}", lambda *_: pytest.fail("a second time"))
+    assert resolve(str(tiny)) == resolve(folder.name) == folder
+
+
+def test_a_moved_file_is_found_by_its_contents_once_its_path_is_given(tiny: Path, tmp_path: Path) -> None:
+    folder = resolve(str(tiny))
+    (tmp_path / "elsewhere").mkdir()
+    moved = tiny.rename(tmp_path / "elsewhere" / "tiny.gguf")
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf, from which tiny-.* was imported, is gone: give"):
+        resolve(folder.name)
+    assert resolve(str(moved)) == resolve(folder.name) == folder
+    verify(folder)
+
+
+def test_a_file_that_changed_after_its_import_is_not_served_by_the_imports_name(tiny: Path) -> None:
+    folder = resolve(str(tiny))
+    with tiny.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match=r"has changed since tiny-.* was imported from it"):
+        resolve(folder.name)
+    with pytest.raises(CheckpointError, match=r"model\.gguf has SHA-256"):
+        verify(folder)
+    assert resolve(str(tiny)) != folder
 
 
 @pytest.fixture

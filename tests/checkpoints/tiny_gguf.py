@@ -68,6 +68,7 @@ class TinyModel:
     model: torch.nn.Module
     quantisation: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
     vectors: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
+    kinds: dict[str, gguf.GGMLQuantizationType] = field(default_factory=dict)  # of tensors by name, in place of these
     metadata: dict[str, object] = field(default_factory=dict)
     tensors: dict[str, np.ndarray | None] = field(default_factory=dict)
 
@@ -78,7 +79,7 @@ class TinyModel:
         for name, values in (gguf_tensors(self.family, self.model) | self.tensors).items():
             if values is None:
                 continue
-            kind = self.vectors if values.ndim == 1 else self.quantisation
+            kind = self.kinds.get(name, self.vectors if values.ndim == 1 else self.quantisation)
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

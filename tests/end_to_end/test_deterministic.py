@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with torch.no_grad():
         for parameter in tiny.model.parameters():
             parameter.mul_(6)  # so that the last bits of a layer do not vanish in the next
-    import_gguf(tiny.write(folder / "tiny.gguf"), folder, no_progress)
+    import_gguf(tiny.write(folder / "model.gguf"), folder, no_progress)
     how = ("--dtype", "float32", "--threads", "2", "--max-num-seqs", "18", "--token-budget", "22")
     memory = ("--kv-cache-gb", "0.0008", "--host-kv-gb", "0.0003")
     with running_server("--model", str(folder), "--deterministic", *how, *memory) as server:

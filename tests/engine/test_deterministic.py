@@ -59,7 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             if name == "gguf":
                 tiny = tiny_model("llama")
                 tiny.quantisation = gguf.GGMLQuantizationType.Q4_1
-                import_gguf(tiny.write(folder / "tiny.gguf"), folder, no_progress)
+                import_gguf(tiny.write(folder / "model.gguf"), folder, no_progress)
             else:
                 config = copy.deepcopy(MODELS[name])
                 config.head_dim = head_dim

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pagoda_server.checkpoints.dequantized import write_dequantized
 from pagoda_server.checkpoints.gguf_import import import_gguf
-from pagoda_server.checkpoints.grouped_weights import write_dequantized
 from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.checkpoints.weight_files import open_weights
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
 from pagoda_server.engine.models.weights import Checkpoint, Rows
@@ -24,6 +26,7 @@ from pagoda_server.kernels import INT4, PLAIN, UNQUANTIZED, Backend, GroupedWeig
 from pagoda_server.kernels.backend import REFERENCE
 from pagoda_server.kernels.linear import linear
 from pagoda_server.kernels.linear_grouped import linear_grouped
+from tests.checkpoints.quantized_tensors import packed_in_4_bits
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, step_logits
 
@@ -42,11 +45,12 @@ def reference_int4() -> Backend:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    def folder(family: str = "llama", **config: object) -> Path:
+    def folder(family: str = "llama", kinds: Mapping[str, Kind] = MappingProxyType({}), **config: object) -> Path:
         path = tmp_path_factory.mktemp("model")
         tiny = tiny_model(family, **config)
-        tiny.quantisation = gguf.GGMLQuantizationType.Q4_1
-        import_gguf(tiny.write(path / "tiny.gguf"), path, no_progress)
+        tiny.quantisation = Kind.Q4_1
+        tiny.kinds |= kinds
+        import_gguf(tiny.write(path / "model.gguf"), path, no_progress)
         return path
 
     return folder
@@ -60,27 +64,33 @@ def whole(make: Callable[..., Path]) -> Path:
 @pytest.fixture
 def mixed(make: Callable[..., Path]) -> Path:
     """One of three projections that are merged is not quantized."""
-    folder = make()
-    tensors = load_file(folder / "model.safetensors")
-    parts = [tensors.pop(f"{VALUE_PROJECTION}.{part}") for part in ("values", "scales", "minimums")]
-    tensors[VALUE_PROJECTION] = GroupedWeight(INT4, *parts).dequantize()
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return make(kinds={"blk.1.attn_v.weight": Kind.F32})
 
 
 @pytest.fixture
-def sharded(make: Callable[..., Path]) -> Path:
-    folder = make("qwen3", head_dim=32)
-    tensors = load_file(folder / "model.safetensors")
-    shards: list[dict[str, Tensor]] = [{}, {}]
-    for name, tensor in tensors.items():
-        shards[".layers.1." in name][name] = tensor
-    for number, shard in enumerate(shards):
-        save_file(shard, folder / f"{number}.safetensors")
-    weight_map = {name: f"{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "model.safetensors").rename(folder / "unread.safetensors")
-    return folder
+def packed(make: Callable[..., Path], tmp_path: Path) -> Path:
+    """Two safetensors files in the format of compressed-tensors, with a module that is left out."""
+    write_dequantized(make("qwen3", head_dim=32), tmp_path)
+    tensors: list[dict[str, Tensor]] = [{}, {}]
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        part = tensors[".layers.1." in name]
+        if tensor.ndim == 1 or "embed_tokens" in name or name == VALUE_PROJECTION:
+            part[name] = tensor
+        else:
+            part |= packed_in_4_bits(name, tensor)
+    (tmp_path / "model.safetensors").unlink()
+    for number, part in enumerate(tensors):
+        save_file(part, tmp_path / f"{number}.safetensors")
+    weight_map = {name: f"{number}.safetensors" for number, part in enumerate(tensors) for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    edit(
+        tmp_path / "config.json", quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    )
+    return tmp_path
+
+
+def edit(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.fixture
@@ -88,7 +98,7 @@ def post_norm(make: Callable[..., Path]) -> Path:
     return make("olmo2")
 
 
-@pytest.fixture(params=["whole", "mixed", "sharded", "post_norm"])
+@pytest.fixture(params=["whole", "mixed", "packed", "post_norm"])
 def folder(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(request.param)
     return found
@@ -166,13 +176,12 @@ def test_logits_with_weights_in_4_bits_are_near_those_in_float32(folder: Path, m
 
 def test_the_weights_take_the_bytes_that_they_take_in_the_file(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.load_backend", lambda *_: reference_int4())
-    stored = load_file(whole / "model.safetensors")
-    embedding = sum(tensor.nbytes for name, tensor in stored.items() if "embed_tokens" in name)
-    unpacked = 264 * 64 * 2
-    norms = sum(tensor.nbytes for tensor in stored.values() if tensor.dtype == torch.float32)
+    stored = open_weights(whole)
+    embedding = stored["model.embed_tokens.weight"].num_bytes
+    vectors = sum(tensor.num_bytes for tensor in stored.values() if len(tensor.shape) == 1)
     runner = load_runner(whole, dtype="bfloat16", quantization="none")
-    kept = sum(tensor.nbytes for tensor in stored.values()) - embedding - norms // 2
-    assert runner.info.weight_bytes == kept + unpacked
+    kept = sum(tensor.num_bytes for tensor in stored.values()) - embedding - vectors // 2
+    assert runner.info.weight_bytes == kept + 264 * 64 * 2
 
 
 def test_a_checkpoint_in_4_bits_is_served_in_bfloat16(whole: Path) -> None:
@@ -180,63 +189,39 @@ def test_a_checkpoint_in_4_bits_is_served_in_bfloat16(whole: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacking", "message"),
-    [("scales", "v_proj.weight.scales is missing"), ("values", "v_proj.weight is missing")],
-)
-@pytest.mark.parametrize("keeps_int4", [True, False])
-def test_a_missing_part_is_named(whole: Path, lacking: str, message: str, keeps_int4: bool) -> None:
-    tensors = load_file(whole / "model.safetensors")
-    del tensors[f"{VALUE_PROJECTION}.{lacking}"]
-    save_file(tensors, whole / "model.safetensors")
-    with pytest.raises(ConfigError, match=message):
-        parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "message"),
+    ("change", "message"),
     [
-        ("scales", lambda scales: scales[:, :1].clone(), r"its scales are float16 \[32, 1\], not float16 \[32, 2\]"),
-        ("minimums", lambda minimums: minimums.float(), r"its minimums are float32 \[32, 2\], not float16 \[32, 2\]"),
-        ("values", lambda values: values.flatten(1), r"its values are uint8 \[32, 32\], not uint8 \[out, groups, 16\]"),
-        ("values", lambda values: values.to(torch.uint64), r"its values are uint64 \[32, 2, 16\], not uint8"),
+        (lambda tensors: tensors.pop("lm_head.weight_scale"), r"tensor lm_head.weight_scale is missing"),
+        (
+            lambda tensors: tensors.update({"lm_head.weight_scale": torch.ones(264, 3)}),
+            r"lm_head: 64 inputs have 3 groups; groups of a multiple of 32 are supported",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight_packed": torch.zeros(264, 8)}),
+            r"tensor lm_head.weight_packed is stored as F32, not I32",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+            r"model\.norm\.weight is stored as I8; supported: F64, F32, F16, BF16",
+        ),
+        (lambda tensors: tensors.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
     ],
 )
-def test_parts_that_do_not_fit_together_are_told(
-    whole: Path, part: str, change: Callable[[Tensor], Tensor], message: str
+def test_a_tensor_that_does_not_fit_is_named(
+    packed: Path, change: Callable[[dict[str, Tensor]], object], message: str
 ) -> None:
-    tensors = load_file(whole / "model.safetensors")
-    tensors[f"{VALUE_PROJECTION}.{part}"] = change(tensors[f"{VALUE_PROJECTION}.{part}"])
-    save_file(tensors, whole / "model.safetensors")
-    for keeps_int4 in (True, False):
-        with pytest.raises(ConfigError, match=f"v_proj.weight is in 4 bits, but {message}"):
-            parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
-
-
-def test_a_format_that_is_no_weights_is_told(whole: Path) -> None:
-    tensors = load_file(whole / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-    save_file(tensors, whole / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight is stored as I8; supported: F64, F32, F16, BF16"):
-        parameters(whole, torch.bfloat16, keeps_int4=True)
+    tensors = load_file(packed / "0.safetensors")
+    change(tensors)
+    save_file(tensors, packed / "0.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        parameters(packed, torch.bfloat16, keeps_int4=True)
 
 
 @pytest.mark.parametrize("keeps_int4", [True, False])
-def test_a_weight_of_another_shape_is_told(whole: Path, keeps_int4: bool) -> None:
-    path = whole / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 128}))
+def test_a_weight_of_another_shape_is_named(whole: Path, keeps_int4: bool) -> None:
+    edit(whole / "config.json", intermediate_size=128)
     with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \[96, 64\] .* config.json makes it \[128, 64\]"):
         parameters(whole, torch.bfloat16, keeps_int4=keeps_int4)
-
-
-def test_a_size_that_groups_do_not_divide_is_told(whole: Path) -> None:
-    path, tensors = whole / "config.json", load_file(whole / "model.safetensors")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 80}))
-    for name in tensors:
-        if "gate_proj" in name or "up_proj" in name:
-            tensors[name] = tensors[name][:80].clone()
-    save_file(tensors, whole / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.down_proj.weight is in 4 bits.* 80 inputs: not a multiple of"):
-        parameters(whole, torch.bfloat16, keeps_int4=True)
 
 
 def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

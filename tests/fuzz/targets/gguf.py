@@ -17,6 +17,7 @@ def check(data: bytes) -> bool:
         imported.mkdir()
         try:
             import_gguf(folder / "model.gguf", imported, no_progress)
+            (imported / "model.gguf").symlink_to(folder / "model.gguf")
             check_folder(imported)
         except CheckpointError as error:
             check_line(error)

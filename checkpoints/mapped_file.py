@@ -1,0 +1,32 @@
+"""A file in the address space of this process, whose pages leave its memory when they have been read."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class MappedFile:
+    """The bytes of a file that is not empty. Raises OSError or ValueError if it cannot be mapped.
+
+    data  [bytes] uint8. It can be written to, which changes neither the file nor what others see, because torch warns
+          about memory that cannot.
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        with path.open("rb") as file:
+            self.memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.data: NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8)
+        self._address = self.data.ctypes.data
+
+    def release(self, part: NDArray[np.generic]) -> None:
+        """Take the pages of a part of `data` out of memory; the system's cache keeps them, and neighbours theirs."""
+        start = part.ctypes.data - self._address
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -1,0 +1,358 @@
+"""Quantized weights of safetensors files, in the formats that `quantization_config` of config.json names.
+
+A module that a format leaves out keeps a whole weight, so which modules are quantized shows in the tensors' names.
+Sources: AutoAWQ (gemm), GPTQModel, compressed-tensors, and transformers' integrations of finegrained FP8 and MXFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .folder import CheckpointError, quoted
+from .stored import INT4, Grouping, Groups, Rows, StoredTensor, widened
+
+AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
+GGUF = "gguf"  # written by our own import
+SUPPORTED = (AWQ, GPTQ, COMPRESSED, FP8)
+_FP8_METHODS = (FP8, "fbgemm_fp8")
+# Of the 8 outputs in a word of AWQ, the bit at which each begins.
+_AWQ_SHIFTS = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32) * 4
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantized:
+    """A matrix [out, in] made of several tensors.
+
+    read  makes rows of it: `Groups` if it has a grouping, else float32 [rows, in]
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
+    read: Callable[[Rows], Any]
+    grouping: Grouping | None = None
+    encoding: str = "F32"
+    is_quantized: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def groups(self, rows: Rows) -> Groups:
+        found: Groups = self.read(rows)
+        return found
+
+    def whole(self, rows: Rows) -> NDArray[Any]:
+        found: NDArray[Any] = self.read(rows)
+        return found if self.grouping is None else self.read(rows).dequantize(self.grouping)
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+
+def quantization_method(config: object) -> str | None:
+    """The name of the format; None without a configuration. Raises CheckpointError for one that is not supported."""
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"config.json: quantization_config must be an object, not {quoted(repr(config))}")
+    method = config.get("quant_method", COMPRESSED if "config_groups" in config else None)
+    if method is None:
+        raise CheckpointError("config.json: quantization_config names no quant_method")
+    if method in _FP8_METHODS:
+        return FP8
+    if method not in (*SUPPORTED, GGUF):
+        raise CheckpointError(
+            f"config.json: quantization_config: weights in {quoted(method)} are not supported; supported:"
+            f" {', '.join(SUPPORTED)}"
+        )
+    return str(method)
+
+
+def with_quantized(tensors: dict[str, StoredTensor], config: object) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, with a matrix NAME.weight in place of those that encode it.
+
+    Raises CheckpointError for a format, or a variant of one, that is not supported.
+    """
+    method = quantization_method(config)
+    if method is None or method == GGUF:
+        return tensors
+    assert isinstance(config, dict)
+    source = _Source(tensors, config)
+    match method:
+        case "awq":
+            source.require("version", config.get("version", "gemm"), "gemm", "GEMM")
+            source.require("bits", config.get("bits", config.get("w_bit")), 4)
+            return source.replaced(".qweight", _awq, (".qweight", ".qzeros", ".scales"))
+        case "gptq":
+            source.require("bits", config.get("bits"), 4, 8)
+            source.require("checkpoint_format", config.get("checkpoint_format", "gptq"), "gptq", "gptq_v2")
+            return source.replaced(".qweight", _gptq, (".qweight", ".qzeros", ".scales", ".g_idx"))
+        case "fp8":
+            suffix = ".weight_scale_inv" if "weight_block_size" in config else ".weight_scale"
+            return source.replaced(suffix, _fp8, (".weight", suffix, ".input_scale", ".activation_scale"))
+    form = config.get("format", "")
+    source.require("format", form, *_COMPRESSED_FORMATS)
+    if form == "pack-quantized":
+        parts = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
+        return source.replaced(".weight_packed", _packed, parts)
+    parts = ".weight", ".weight_scale", ".weight_zero_point", ".input_scale", ".input_zero_point"
+    return source.replaced(".weight_scale", _compressed, parts)
+
+
+class _Source:
+    """The tensors of a checkpoint and its configuration, with errors that name what is wrong."""
+
+    def __init__(self, tensors: dict[str, StoredTensor], config: dict[str, Any]) -> None:
+        self._tensors, self.config = tensors, config
+
+    def replaced(
+        self, marker: str, make: Callable[[_Source, str], StoredQuantized], suffixes: tuple[str, ...]
+    ) -> dict[str, StoredTensor]:
+        """The tensors, with one made by `make` for each module whose name, with the marker, is that of a tensor."""
+        modules = [name.removesuffix(marker) for name in self._tensors if name.endswith(marker)]
+        made = {f"{module}.weight": make(self, module) for module in modules}
+        gone = {module + suffix for module in modules for suffix in suffixes}
+        return {name: stored for name, stored in self._tensors.items() if name not in gone} | made
+
+    def stored(self, name: str, *encodings: str) -> StoredTensor:
+        """A tensor in one of these encodings."""
+        if name not in self._tensors:
+            raise CheckpointError(f"tensor {quoted(name)} is missing")
+        stored = self._tensors[name]
+        if stored.encoding not in encodings:
+            raise CheckpointError(f"tensor {quoted(name)} is stored as {stored.encoding}, not {' or '.join(encodings)}")
+        return stored
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def array(self, name: str, *encodings: str) -> NDArray[Any]:
+        """Its values; bfloat16 widened to float32."""
+        stored = self.stored(name, *encodings)
+        values = stored.whole(slice(None))
+        return widened(values) if stored.encoding == "BF16" else values
+
+    def require(self, what: str, value: object, *allowed: object) -> None:
+        if value not in allowed:
+            raise CheckpointError(
+                f"config.json: quantization_config: {what} {quoted(value)} is not supported;"
+                f" supported: {', '.join(map(str, allowed))}"
+            )
+
+
+_FLOATS = "F32", "F16", "BF16"
+
+
+def _awq(source: _Source, module: str) -> StoredQuantized:
+    """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]: (code - zero) * scale."""
+    codes, zeros = source.stored(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
+    scales = source.array(f"{module}.scales", *_FLOATS)
+    in_size, out_size = codes.shape[0], 8 * codes.shape[1]
+    repeat = _repeats(module, in_size, scales, (-1, out_size), zeros, out_size // 8)
+
+    def unpacked(words: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[np.uint8]:
+        """[…, rows], the codes of some outputs."""
+        found: NDArray[np.uint8] = (words.view(np.uint32)[:, rows // 8] >> _AWQ_SHIFTS[rows % 8] & 15).astype(np.uint8)
+        return found
+
+    def read(rows: Rows) -> Groups:
+        index = np.arange(out_size)[rows]
+        scale = scales[:, index].T.astype(np.float32)
+        return _four_bits(unpacked(codes.whole(slice(None)), index).T, scale, unpacked(zeros, index).T, repeat)
+
+    return StoredQuantized((out_size, in_size), (codes,), read, INT4)
+
+
+def _gptq(source: _Source, module: str) -> StoredQuantized:
+    """qweight int32 [in / 8, out], qzeros int32 [groups, out / 8], scales [groups, out], g_idx [in], in 4 bits.
+
+    An element is (code - zero) * scale of the group that g_idx gives to its input. The first version of the format
+    stores zero - 1. Groups whose inputs are not neighbours (act-order) do not fit ours: their weights are read whole.
+    """
+    bits = source.config["bits"]
+    codes, zeros = source.stored(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
+    scales = source.array(f"{module}.scales", *_FLOATS)
+    in_size, out_size = codes.shape[0] * 32 // bits, codes.shape[1]
+    group_of_input = np.arange(in_size) // (in_size // max(1, len(scales)))
+    is_in_order = True
+    if source.has(f"{module}.g_idx"):
+        given = source.array(f"{module}.g_idx", "I32")
+        is_in_order = np.array_equal(given, group_of_input)
+        group_of_input = given
+        if given.shape != (in_size,) or given.min(initial=0) < 0 or given.max(initial=0) >= len(scales):
+            raise CheckpointError(f"tensor {quoted(module)}.g_idx names groups that do not exist")
+    repeat = _repeats(module, in_size, scales, (-1, out_size), zeros, out_size * bits // 32)
+    first_version = source.config.get("checkpoint_format", "gptq") == "gptq"
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    mask = np.uint32((1 << bits) - 1)
+    unpacked_zeros = (zeros.view(np.uint32)[..., None] >> shifts & mask).reshape(len(zeros), -1).astype(np.int32)
+    unpacked_zeros += first_version
+
+    def read(rows: Rows) -> Groups | NDArray[np.float32]:
+        words = codes.whole(slice(None)).view(np.uint32)[:, rows]
+        values = (words.T[..., None] >> shifts & mask).astype(np.uint8).reshape(words.shape[1], -1)
+        scale, zero = scales[:, rows].T.astype(np.float32), unpacked_zeros[:, rows].T
+        if not is_in_order:
+            found: NDArray[np.float32] = (values - zero[:, group_of_input]) * scale[:, group_of_input]
+            return found.astype(np.float32)
+        return _four_bits(values, scale, zero, repeat) if bits == 4 else _eight_bits(values, scale, zero, repeat)
+
+    grouping = (INT4 if bits == 4 else Grouping(8, has_minimum=True)) if is_in_order else None
+    return StoredQuantized((out_size, in_size), (codes,), read, grouping)
+
+
+def _packed(source: _Source, module: str) -> StoredQuantized:
+    """weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point int32 [out / 8, groups]."""
+    words, scales = source.stored(f"{module}.weight_packed", "I32"), source.array(f"{module}.weight_scale", *_FLOATS)
+    shape = source.array(f"{module}.weight_shape", "I64", "I32")
+    out_size, in_size = (int(size) for size in shape) if shape.shape == (2,) else (0, 0)
+    if len(words.shape) != 2 or words.shape[0] != out_size or not in_size:
+        raise CheckpointError(
+            f"tensor {quoted(module)}.weight_packed has shape {list(words.shape)}, not that of its shape"
+        )
+    if source.has(f"{module}.weight_g_idx"):
+        raise CheckpointError(
+            f"tensor {quoted(module)}.weight_g_idx: groups in the order of activations are not supported"
+        )
+    bits = 32 * words.shape[1] // in_size
+    source.require("weights of as many bits as", bits, 4, 8)
+    repeat = _repeats(module, in_size, scales.T, (-1, out_size))
+    shifts, mask = np.arange(0, 32, bits, dtype=np.uint32), np.uint32((1 << bits) - 1)
+    zeros = np.full(scales.shape, 1 << bits - 1, np.int32)
+    if source.has(f"{module}.weight_zero_point"):
+        packed = source.array(f"{module}.weight_zero_point", "I32").view(np.uint32)
+        zeros = (packed[:, None] >> shifts[:, None] & mask).reshape(-1, packed.shape[-1])[:out_size].astype(np.int32)
+        if zeros.shape != scales.shape:
+            raise CheckpointError(
+                f"tensor {quoted(module)}.weight_zero_point does not fit the scales' {list(scales.shape)}"
+            )
+
+    def read(rows: Rows) -> Groups:
+        codes = words.whole(rows).view(np.uint32)
+        values = (codes[..., None] >> shifts & mask).astype(np.uint8).reshape(len(codes), -1)
+        scale = scales[rows].astype(np.float32)
+        return (_four_bits if bits == 4 else _eight_bits)(values, scale, zeros[rows], repeat)
+
+    grouping = INT4 if bits == 4 else Grouping(8, has_minimum=True)
+    return StoredQuantized((out_size, in_size), (words,), read, grouping)
+
+
+def _compressed(source: _Source, module: str) -> StoredQuantized:
+    """weight in int8 or float8 [out, in] and weight_scale [out, 1] or [1]."""
+    stored, scales = source.stored(f"{module}.weight", "I8", "F8_E4M3"), _scales_of_rows(source, module, "weight_scale")
+    if stored.encoding == "F8_E4M3":
+        return _float8(stored, lambda rows: scales[rows])
+    in_size = stored.shape[1]
+    if source.has(f"{module}.weight_zero_point") and source.array(f"{module}.weight_zero_point", "I8").any():
+        raise CheckpointError(
+            f"tensor {quoted(module)}.weight_zero_point: int8 weights with a zero point are not supported"
+        )
+    if in_size % 32:
+        raise CheckpointError(f"tensor {quoted(module)}.weight has {in_size} inputs, which is no multiple of 32")
+
+    def read(rows: Rows) -> Groups:
+        values = stored.whole(rows)
+        repeated = np.repeat(scales[rows].astype(np.float16), in_size // 32, axis=1)
+        return Groups(values.reshape(len(values), -1, 32), repeated)
+
+    return StoredQuantized(stored.shape, (stored,), read, Grouping(8))
+
+
+def _fp8(source: _Source, module: str) -> StoredQuantized:
+    """weight in float8 [out, in], and a factor of each block of inputs and outputs, of each output, or of all."""
+    stored = source.stored(f"{module}.weight", "F8_E4M3")
+    if "weight_block_size" not in source.config:
+        scales = _scales_of_rows(source, module, "weight_scale")
+        return _float8(stored, lambda rows: scales[rows])
+    match source.config["weight_block_size"]:
+        case [int(height), int(width)] if height > 0 and width > 0:
+            pass
+        case size:
+            source.require("weight_block_size", size, [128, 128])
+    blocks = source.array(f"{module}.weight_scale_inv", *_FLOATS)
+    out_size, in_size = stored.shape
+    if blocks.shape != (-(-out_size // height), -(-in_size // width)):
+        raise CheckpointError(
+            f"tensor {quoted(module)}.weight_scale_inv has shape {list(blocks.shape)}, not one for each block"
+        )
+    return _float8(stored, lambda rows: blocks[np.arange(out_size)[rows] // height].repeat(width, axis=1)[:, :in_size])
+
+
+def _float8(stored: StoredTensor, factors: Callable[[Rows], NDArray[Any]]) -> StoredQuantized:
+    def read(rows: Rows) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = _E4M3[stored.whole(rows)] * factors(rows).astype(np.float32)
+        return found
+
+    return StoredQuantized(stored.shape, (stored,), read)
+
+
+def _scales_of_rows(source: _Source, module: str, name: str) -> NDArray[Any]:
+    """[out, 1], from a scale for each output or one for all."""
+    scales, out_size = (
+        source.array(f"{module}.{name}", *_FLOATS),
+        source.stored(f"{module}.weight", "I8", "F8_E4M3").shape[0],
+    )
+    if scales.size not in (1, out_size):
+        raise CheckpointError(
+            f"tensor {quoted(module)}.{name} has shape {list(scales.shape)}, not one value for each output"
+        )
+    return np.broadcast_to(scales.reshape(-1, 1), (out_size, 1))
+
+
+def _repeats(
+    module: str,
+    in_size: int,
+    scales: NDArray[Any],
+    shape: tuple[int, int],
+    zeros: NDArray[Any] | None = None,
+    width: int = 0,
+) -> int:
+    """How many of our groups share a scale of the file's. Raises CheckpointError if that is no whole number."""
+    groups = len(scales)
+    if scales.shape != (groups, shape[1]) or (zeros is not None and zeros.shape != (groups, width)):
+        raise CheckpointError(f"{quoted(module)}: its scales and zeros have other shapes than its weight")
+    if not groups or in_size % groups or in_size // groups % INT4.group:
+        raise CheckpointError(
+            f"{quoted(module)}: {in_size} inputs have {groups} groups;"
+            f" groups of a multiple of {INT4.group} are supported"
+        )
+    return in_size // groups // INT4.group
+
+
+def _four_bits(codes: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[Any], repeat: int) -> Groups:
+    """(code - zero) * scale, from codes [rows, in], and scales and zeros [rows, groups of the file]."""
+    halves = codes.reshape(len(codes), -1, 2, INT4.group // 2)
+    return Groups(halves[..., 0, :] | halves[..., 1, :] << 4, *_scales_and_minimums(scales, zeros, repeat))
+
+
+def _eight_bits(codes: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[Any], repeat: int) -> Groups:
+    values = (codes ^ 128).view(np.int8).reshape(len(codes), -1, INT4.group)  # code - 128
+    return Groups(values, *_scales_and_minimums(scales, zeros.astype(np.int32) - 128, repeat))
+
+
+def _scales_and_minimums(
+    scales: NDArray[Any], zeros: NDArray[Any], repeat: int
+) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+    with np.errstate(over="ignore"):
+        rounded = scales.astype(np.float16)
+        minimums = (-zeros.astype(np.float32) * rounded.astype(np.float32)).astype(np.float16)
+    return rounded.repeat(repeat, axis=1), minimums.repeat(repeat, axis=1)
+
+
+def _float8_values() -> NDArray[np.float32]:
+    """The value of each code of float8 e4m3fn: 4 bits of exponent, 3 of mantissa; 127 and 255 are NaN."""
+    codes = np.arange(128)
+    exponents, mantissas = codes >> 3, codes & 7
+    values = np.where(exponents, np.ldexp(1 + mantissas / 8, exponents - 7), np.ldexp(mantissas / 8, -6))
+    values[127] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+_E4M3 = _float8_values()

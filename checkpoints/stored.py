@@ -1,0 +1,180 @@
+"""A tensor as a file stores it, whatever the format: values, or codes in groups that share a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .folder import CheckpointError
+
+Rows = slice | NDArray[np.intp]  # which rows of a tensor, in which order
+
+VALUES_AT_ONCE = 1 << 20  # decoded at a time: until they are in their place, a value takes some 12 bytes
+MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, whose maximum is 65,504
+FLOAT16_MAX = 65_504
+
+# What the codes of MXFP4 stand for, doubled: the values of float4 e2m1.
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How weights are grouped. The fields are those of `GroupedFormat` in kernels/grouped_weight.py."""
+
+    bits: int
+    group: int = 32
+    has_minimum: bool = False
+    table: tuple[int, ...] | None = None
+
+
+INT4 = Grouping(4, has_minimum=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows of a matrix [rows, in] whose elements are scale * value + minimum. The fields are those of `GroupedWeight`.
+
+    values    [rows, groups, group] int8; in 4 bits [rows, groups, group / 2] uint8, the first half in low nibbles
+    scales    [rows, groups] float16
+    minimums  [rows, groups] float16, or None
+    """
+
+    values: NDArray[Any]
+    scales: NDArray[np.float16]
+    minimums: NDArray[np.float16] | None = None
+
+    def dequantize(self, grouping: Grouping) -> NDArray[np.float32]:
+        """[rows, in], each element rounded once."""
+        codes = self.values
+        if grouping.bits == 4:
+            codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
+            if grouping.table is not None:
+                codes = np.array(grouping.table, np.float32)[codes]
+        whole = codes.astype(np.float32, copy=False)
+        whole = whole * self.scales[..., None].astype(np.float32)
+        if self.minimums is not None:
+            whole += self.minimums[..., None].astype(np.float32)
+        return whole.reshape(len(whole), -1)
+
+
+class StoredTensor(Protocol):
+    """
+    shape         rows first
+    num_bytes     in the file
+    grouping      None if the tensor is not in groups, or not in groups that fit ours
+    encoding      the safetensors format's name of what `whole` returns; bfloat16 and float8 are bits there
+    is_quantized  whether `whole` makes more bytes of the values than the file has
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def grouping(self) -> Grouping | None: ...
+
+    @property
+    def encoding(self) -> str: ...
+
+    @property
+    def is_quantized(self) -> bool: ...
+
+    def groups(self, rows: Rows) -> Groups:
+        """Rows of a tensor that has a `grouping`."""
+
+    def whole(self, rows: Rows) -> NDArray[Any]:
+        """Rows of any tensor, as values. They may be a view of the mapped file."""
+
+    def release(self) -> None:
+        """Give back the memory that reading has made resident. The file's pages stay in the system's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a tensor, without groups.
+
+    expert         which part of a tensor [experts, …] it is; None: all of a tensor
+    is_transposed  a matrix there is [in, out]
+    """
+
+    stored: StoredTensor
+    expert: int | None = None
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
+        return shape[::-1] if self.is_transposed else shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes // (1 if self.expert is None else self.stored.shape[0])
+
+    @property
+    def grouping(self) -> Grouping | None:
+        return None
+
+    @property
+    def encoding(self) -> str:
+        return self.stored.encoding
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.stored.is_quantized
+
+    def groups(self, rows: Rows) -> Groups:
+        raise NotImplementedError("a part of a tensor has no groups")
+
+    def whole(self, rows: Rows) -> NDArray[Any]:
+        if self.expert is None:
+            whole = self.stored.whole(slice(None))
+        else:
+            whole = self.stored.whole(slice(self.expert, self.expert + 1))[0]
+        return np.ascontiguousarray(whole.T[rows]) if self.is_transposed else whole[rows]
+
+    def release(self) -> None:
+        self.stored.release()
+
+
+def pieces(shape: tuple[int, ...], values_at_once: int = VALUES_AT_ONCE) -> Iterator[slice]:
+    """Slices of the rows of a tensor, a limited number of values at a time."""
+    num_rows = shape[0] if shape else 1
+    width = int(np.prod(shape[1:], dtype=np.int64))
+    step = max(1, values_at_once // max(1, width))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def check_values(name: str, tensor: StoredTensor) -> None:
+    """Raise CheckpointError, which names the tensor, for values that are not finite or that kernels cannot hold."""
+    for rows in pieces(tensor.shape):
+        if (grouping := tensor.grouping) is not None:
+            groups = tensor.groups(rows)
+            numbers = [groups.scales] if groups.minimums is None else [groups.scales, groups.minimums]
+            most = MAX_SCALE if grouping.bits == 4 else FLOAT16_MAX
+            check_finite(name, *numbers)
+            if (greatest := _greatest(groups.scales)) > most:
+                raise CheckpointError(f"{name} has a scale of {greatest:g}; at most {most} is supported")
+        else:
+            values = tensor.whole(rows)
+            check_finite(name, widened(values) if tensor.encoding == "BF16" else values)
+        tensor.release()
+
+
+def check_finite(name: str, *arrays: NDArray[Any]) -> None:
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise CheckpointError(f"{name} has values that are not finite: the file is corrupt")
+
+
+def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bfloat16 as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _greatest(values: NDArray[np.float16]) -> float:
+    return float(np.abs(values).max(initial=np.float16(0)))

@@ -1,0 +1,174 @@
+"""Quantized safetensors weights against what their formats' definitions give, computed in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pagoda_server.checkpoints import CheckpointError
+from pagoda_server.checkpoints.stored import Grouping
+from pagoda_server.checkpoints.weight_files import open_weights
+from tests.checkpoints.quantized_tensors import pack_words
+
+OUT, IN = 24, 128
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def folder(tmp_path: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> Path:
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": quantization}))
+    return tmp_path
+
+
+def drawn(bits: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [out, in], zeros [out, groups] and scales [out, groups] float16."""
+    torch.manual_seed(0)
+    most = (1 << bits) - 1
+    codes, zeros = torch.randint(0, most + 1, (OUT, IN)), torch.randint(1, most + 1, (OUT, groups))
+    return codes, zeros, (torch.rand(OUT, groups) / 50 + 0.001).half()
+
+
+def check(found: Any, expected: Tensor, scales: Tensor, grouping: Grouping | None) -> None:
+    """Rows in any order, and by groups too. A minimum is rounded to float16 once: that is all that may differ."""
+    assert found.shape == (OUT, IN)
+    assert found.grouping == grouping
+    rows = np.random.default_rng(0).permutation(OUT)
+    for index in (slice(None), slice(8, 24), rows):
+        whole = torch.from_numpy(np.array(found.whole(index)))
+        codes = 0 if grouping is None else 1 << grouping.bits
+        most = 2.0**-11 * codes * scales.double().amax(1)[index, None] + 1e-6
+        assert ((whole.double() - expected[index]).abs() <= most).all()
+    if grouping is not None:
+        groups = found.groups(rows)
+        assert groups.scales.dtype == np.float16
+        assert np.array_equal(groups.dequantize(grouping), found.whole(rows))
+
+
+INT4, INT8 = Grouping(4, has_minimum=True), Grouping(8, has_minimum=True)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_awq(group: int, tmp_path: Path) -> None:
+    codes, zeros, scales = drawn(4, IN // group)
+    tensors = {
+        "a.qweight": pack_words(codes.T, 4, 1, AWQ_ORDER),
+        "a.qzeros": pack_words(zeros.T, 4, 1, AWQ_ORDER),
+        "a.scales": scales.T.contiguous(),
+        "b.weight": torch.ones(2, 2),
+    }
+    found = open_weights(folder(tmp_path, tensors, {"quant_method": "awq", "bits": 4, "group_size": group}))
+    assert set(found) == {"a.weight", "b.weight"}
+    expected = (codes - zeros.repeat_interleave(group, 1)) * scales.double().repeat_interleave(group, 1)
+    check(found["a.weight"], expected, scales, INT4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq(bits: int, version: str, act_order: bool, tmp_path: Path) -> None:
+    codes, zeros, scales = drawn(bits, IN // 32)
+    group_of_input = torch.arange(IN) // 32
+    if act_order:
+        group_of_input = group_of_input[torch.randperm(IN)]
+    tensors = {
+        "a.qweight": pack_words(codes.T, bits, 0),
+        "a.qzeros": pack_words(zeros.T - int(version == "gptq"), bits, 1),
+        "a.scales": scales.T.contiguous(),
+        "a.g_idx": group_of_input.int(),
+    }
+    quantization = {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": version}
+    found = open_weights(folder(tmp_path, tensors, quantization))
+    assert set(found) == {"a.weight"}
+    expected = (codes - zeros[:, group_of_input]) * scales.double()[:, group_of_input]
+    check(found["a.weight"], expected, scales, None if act_order else INT4 if bits == 4 else INT8)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_compressed_tensors_packed(bits: int, is_symmetric: bool, group: int, tmp_path: Path) -> None:
+    codes, zeros, scales = drawn(bits, IN // group)
+    tensors = {
+        "a.weight_packed": pack_words(codes, bits, 1),
+        "a.weight_scale": scales.bfloat16(),
+        "a.weight_shape": torch.tensor([OUT, IN]),
+    }
+    if is_symmetric:
+        zeros = torch.full_like(zeros, 1 << bits - 1)
+    else:
+        tensors["a.weight_zero_point"] = pack_words(zeros, bits, 0)
+    found = open_weights(folder(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": "pack-quantized"}))
+    assert set(found) == {"a.weight"}
+    exact = scales.bfloat16().double().repeat_interleave(group, 1)
+    check(found["a.weight"], (codes - zeros.repeat_interleave(group, 1)) * exact, scales, INT4 if bits == 4 else INT8)
+
+
+def test_compressed_tensors_int8(tmp_path: Path) -> None:
+    codes, _, scales = drawn(8, 1)
+    values = (codes - 128).to(torch.int8)
+    tensors = {"a.weight": values, "a.weight_scale": scales}
+    found = open_weights(folder(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": "int-quantized"}))
+    check(found["a.weight"], values.double() * scales.double(), scales * 0, Grouping(8))
+
+
+@pytest.mark.parametrize("scale", ["tensor", "channel", "block"])
+def test_float8(scale: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(OUT, IN).to(torch.float8_e4m3fn)
+    quantization: dict[str, Any] = {"quant_method": "fp8"}
+    match scale:
+        case "tensor":
+            name, factors = "weight_scale", torch.tensor(0.03)
+            whole = factors.double()
+        case "channel":
+            name, factors = "weight_scale", torch.rand(OUT, 1)
+            whole = factors.double()
+            quantization = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        case _:
+            name, factors = "weight_scale_inv", torch.rand(2, 2)
+            whole = factors.double().repeat_interleave(16, 0)[:OUT].repeat_interleave(96, 1)[:, :IN]
+            quantization["weight_block_size"] = [16, 96]
+    tensors = {"a.weight": weight, f"a.{name}": factors, "b.weight": torch.ones(2, 2)}
+    found = open_weights(folder(tmp_path, tensors, quantization))
+    assert set(found) == {"a.weight", "b.weight"}
+    check(found["a.weight"], weight.double() * whole, torch.full((OUT, 1), 1e-5), None)
+
+
+def test_every_code_of_float8_has_its_value(tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.tensor(1.0)}
+    whole = open_weights(folder(tmp_path, tensors, {"quant_method": "fp8"}))["a.weight"].whole(slice(None))
+    np.testing.assert_array_equal(whole, codes.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "weights in bitsandbytes are not supported; supported: awq, gptq"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv is not supported; supported: gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format marlin-24 is not supported"),
+        ([4], r"quantization_config must be an object, not \[4\]"),
+    ],
+)
+def test_what_is_not_supported_is_named(quantization: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(folder(tmp_path, {"a.weight": torch.ones(2, 2)}, quantization))
+
+
+def test_groups_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    codes, zeros, scales = drawn(4, IN // 16)
+    tensors = {
+        "a.qweight": pack_words(codes.T, 4, 1, AWQ_ORDER),
+        "a.qzeros": pack_words(zeros.T, 4, 1, AWQ_ORDER),
+        "a.scales": scales.T.contiguous(),
+    }
+    with pytest.raises(CheckpointError, match="a: 128 inputs have 8 groups; groups of a multiple of 32 are supported"):
+        open_weights(folder(tmp_path, tensors, {"quant_method": "awq", "bits": 4}))
