@@ -11,6 +11,7 @@ from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, status
 from pagoda_server.cli.models import list_present, models, pull, remove
+from pagoda_server.cli.plan import plan
 from pagoda_server.cli.run import run
 from pagoda_server.cli.token import token
 from pagoda_server.cli.top import top
@@ -57,6 +58,7 @@ app.command()(pull)
 app.command("list")(list_present)
 app.command("rm")(remove)
 app.command()(models)
+app.command()(plan)
 app.command()(status)
 app.command()(top)
 app.command()(trace)

@@ -58,8 +58,11 @@ def load_model(
     dtype: torch.dtype,
     progress: Progress = no_progress,
     max_model_len: int | None = None,
+    make_weights: type[Weights] = Weights,
 ) -> Decoder:
     """Loads a model to `device`, with the configuration that `read_config` returns.
+
+    make_weights  MeasuredWeights for one whose sizes alone are wanted
 
     Raises ConfigError if the checkpoint is broken or not supported.
 
@@ -68,7 +71,7 @@ def load_model(
     file = ConfigFile(folder, max_model_len)
     config = _configured(file)
     tensors = RandomTensors() if file.flag("random_weights", False) else Checkpoint(folder, progress)
-    return Decoder(config, Weights(tensors, backend, device, dtype))
+    return Decoder(config, make_weights(tensors, backend, device, dtype))
 
 
 def _configured(file: ConfigFile) -> ModelConfig:

@@ -25,7 +25,7 @@ from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
 from ..core.layer_groups import LayerGroups
 from ..models import Decoder, load_model, read_config
-from ..models.weights import Checkpoint
+from ..models.weights import Checkpoint, Weights
 from .runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 
 Kernels: TypeAlias = tuple[str, str]  # the name of a backend, and the format of its weights
@@ -86,10 +86,15 @@ class LoadedModel:
 
 
 def load_for_serving(
-    config: EngineConfig, device: torch.device, progress: Progress = no_progress, backend: Kernels | None = None
+    config: EngineConfig,
+    device: torch.device,
+    progress: Progress = no_progress,
+    backend: Kernels | None = None,
+    make_weights: type[Weights] = Weights,
 ) -> LoadedModel:
     """
-    backend  the kernels to use; None: the best for this device
+    backend       the kernels to use; None: the best for this device
+    make_weights  MeasuredWeights for a model whose sizes alone are wanted
 
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
@@ -104,7 +109,7 @@ def load_for_serving(
         )
     ops = load_backend(*backend, config.deterministic)
     with enough_memory("the weights", "--quantization"):
-        loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len)
+        loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len, make_weights)
         if ops.looks_up_rotations:
             loaded.tabulate_rotations(longest)
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
