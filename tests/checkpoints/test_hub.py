@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda_server.checkpoints.dequantized import write_dequantized
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from tests.checkpoints.fake_hub import FakeHub, fake_hub
@@ -19,7 +20,10 @@ from tests.checkpoints.tiny_gguf import tiny_model
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("folder")
-    import_gguf(tiny_model("qwen2").write(folder.parent / "tiny.gguf"), folder, no_progress)
+    imported = folder.parent / "imported"
+    imported.mkdir()
+    import_gguf(tiny_model("qwen2").write(imported / "model.gguf"), imported, no_progress)
+    write_dequantized(imported, folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
