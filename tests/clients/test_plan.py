@@ -50,7 +50,7 @@ def test_counted_weights_of_many_rows_are_those_of_a_loaded_model(
     tiny.quantisation = tiny.quantisation.Q4_1
     folder = tmp_path / "folder"
     folder.mkdir()
-    import_gguf(tiny.write(tmp_path / "tiny.gguf"), folder, no_progress)
+    import_gguf(tiny.write(folder / "model.gguf"), folder, no_progress)
     counted, loaded = counted_and_loaded(folder, quantization, "bfloat16")
     assert counted == pytest.approx(loaded, rel=0.001)
 
