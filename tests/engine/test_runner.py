@@ -216,10 +216,10 @@ def test_a_missing_cuda_device_is_refused(saved: Callable[[str], Path]) -> None:
     ("fields", "message"),
     [
         (
-            {"architectures": ["OPTForCausalLM"]},
-            "OPTForCausalLM is not supported; supported: LlamaForCausalLM, Mistral",
+            {"architectures": ["BloomForCausalLM"]},
+            "BloomForCausalLM is not supported; supported: LlamaForCausalLM, Mistral",
         ),
-        ({"architectures": None, "model_type": "opt"}, "architecture opt is not supported"),
+        ({"architectures": None, "model_type": "bloom"}, "architecture bloom is not supported"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "short_factor of longrope RoPE must be a list"),
         (
@@ -271,11 +271,14 @@ def test_layers_of_unknown_attention_are_refused(
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "holds a list, not an object"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage"), "not a readable"),
-        (lambda folder: truncate(folder / "model.safetensors"), "not a readable"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0 garbage"),
+            "model.safetensors is missing, truncated or corrupt",
+        ),
+        (lambda folder: truncate(folder / "model.safetensors"), "its tensors end at byte .*, the file at"),
         (lambda folder: edit_tensors(folder, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text('{"a": 1}'), "not the index"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"), "index.json"),
     ],
     ids=["no config", "broken config", "config of a list", "no weights", "garbage", "truncated", "no tensor", "index"],
 )
