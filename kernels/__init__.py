@@ -10,7 +10,7 @@ from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import GATED, HEAD, PLAIN, ROUTER, Linear, Use, is_compiled_whole
 from .linear_quantized import has_native_int8_weight
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
-from .paged import AttentionPlan, PagedKV
+from .paged import AttentionPlan, PagedKV, Scoring
 from .recording import Recorder, Recording
 from .registry import load_backend
 from .rope_and_store_kv import HeadNorms
@@ -52,6 +52,7 @@ __all__ = [
     "Routing",
     "SampledRows",
     "SamplingRows",
+    "Scoring",
     "Use",
     "Verified",
     "allocate_rows",

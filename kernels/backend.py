@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from .adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
+from .cap import cap, cap_native
 from .embedding import Embedding, embedding, embedding_native
 from .experts import Experts, ExpertsMaker, ExpertWeights, experts, experts_native
 from .grouped_weight import GroupedFormat
@@ -17,7 +18,7 @@ from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, 
 from .linear_grouped import linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
 from .linear_int8 import linear_int8, linear_int8_native
 from .linear_quantized import linear_fp8_weight, linear_int8_weight, linear_int8_weight_native
-from .paged import AttentionPlan, PagedKV
+from .paged import PLAIN_SCORING, AttentionPlan, PagedKV, Scoring
 from .paged_attention import (
     is_read_in_place,
     paged_attention,
@@ -77,6 +78,10 @@ class PlanAttention(Protocol):
     ) -> AttentionPlan: ...
 
 
+class PagedAttention(Protocol):
+    def __call__(self, q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The ops of one device. The reference function of the same name is each op's contract.
@@ -105,9 +110,10 @@ class Backend:
     rms_norm: RmsNorm
     layer_norm: LayerNorm
     add: Callable[[Tensor, Tensor], None]
+    cap: Callable[[Tensor, float], None]
     rope_and_store_kv: RopeAndStoreKV
     plan_attention: PlanAttention
-    paged_attention: Callable[[Tensor, PagedKV, AttentionPlan], Tensor]
+    paged_attention: PagedAttention
     route: Callable[[Tensor, Routing, Tensor | None], Routes]
     join: ExpertsMaker
     adjust_logits: Callable[[Tensor, LogitAdjustments], None]
@@ -160,6 +166,7 @@ REFERENCE = Backend(
     rms_norm=rms_norm,
     layer_norm=layer_norm,
     add=add,
+    cap=cap,
     rope_and_store_kv=rope_and_store_kv,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
@@ -179,6 +186,7 @@ CPU = Backend(
     rms_norm=rms_norm_cpu,
     layer_norm=layer_norm,
     add=add,
+    cap=cap,
     rope_and_store_kv=rope_and_store_kv_cpu,
     plan_attention=plan_attention_cpu,
     paged_attention=paged_attention_cpu,
@@ -203,6 +211,7 @@ NATIVE = Backend(
     rms_norm=rms_norm_native,
     layer_norm=layer_norm_native,
     add=add_native,
+    cap=cap_native,
     rope_and_store_kv=rope_and_store_kv_native,
     plan_attention=plan_attention_native,
     paged_attention=paged_attention_native,

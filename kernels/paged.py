@@ -43,6 +43,26 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer's scores, scaled by 1 / sqrt(head_dim), become weights, beside the softmax over them.
+
+    softcap  scores become softcap * tanh(score / softcap) (Gemma Team, 2024); 0: they stay
+    sinks    [num_heads] float32, a score of each query head that is in the softmax's denominator alone, where no cap
+             applies (OpenAI, 2025); None: there are none
+    """
+
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap == 0 and self.sinks is None
+
+
+PLAIN_SCORING = Scoring()
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Sequences with one query each and contexts of similar length, which are attended together.
 

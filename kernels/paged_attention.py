@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .native_module import DTYPES, native, takes
-from .paged import AttentionPlan, DecodeGroup, PagedKV, PrefillChunk
+from .paged import PLAIN_SCORING, AttentionPlan, DecodeGroup, PagedKV, PrefillChunk, Scoring
 from .recording import empty
 
 # A softmax sums its terms in vectors. With lengths that are multiples of a vector, a row's result is the same to the
@@ -49,13 +49,14 @@ def plan_attention(
     )
 
 
-def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
+def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING) -> Tensor:
     """Causal attention of packed queries over a paged KV cache (PagedAttention; Kwon et al., 2023).
 
-    q       [num_tokens, num_heads, head_dim]; rows of one sequence are adjacent, in position order
-    kv      keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]
-    plan    made by the same backend's plan_attention for this step
-    return  [num_tokens, num_heads, head_dim], q's dtype
+    q        [num_tokens, num_heads, head_dim]; rows of one sequence are adjacent, in position order
+    kv       keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]
+    plan     made by the same backend's plan_attention for this step
+    scoring  how the layer's scores become weights
+    return   [num_tokens, num_heads, head_dim], q's dtype
 
     Scores are scaled by 1 / sqrt(head_dim). Query head h reads KV head h // (num_heads / num_kv_heads). Softmax is in
     float32. Slots that hold no token of a sequence may hold anything, even NaN. Rows of padding are 0 in the result.
@@ -70,7 +71,7 @@ def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
         blocks = plan.block_table[rows[seq], : -(-context // kv.block_size)].long()
         keys = _read(kv.keys, kv.key_scales, blocks)[:context]
         values = _read(kv.values, kv.value_scales, blocks)[:context]
-        out[queries] = _attend(q[queries], keys, values, plan.sliding_window)
+        out[queries] = _attend(q[queries], keys, values, plan.sliding_window, scoring)
     return out
 
 
@@ -80,14 +81,19 @@ def _read(pages: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
     return (read if scales is None else read * scales[blocks][..., None]).flatten(0, 1)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, sliding_window: int | None) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, sliding_window: int | None, scoring: Scoring) -> Tensor:
     """Attend the last len(q) tokens of a sequence to its context [context, num_kv_heads, head_dim] float32."""
     heads_per_kv_head = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(heads_per_kv_head, dim=1)
     values = values.repeat_interleave(heads_per_kv_head, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * q.shape[-1] ** -0.5
     hidden = ~visible(len(q), len(keys), sliding_window, first_key=0).to(q.device)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    if scoring.softcap:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if scoring.sinks is not None:
+        scores = torch.cat((scores, scoring.sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(keys)]
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
@@ -156,8 +162,10 @@ def plan_attention_cpu(
     )
 
 
-def paged_attention_cpu(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
-    """`paged_attention` by torch's fused attention over the gathered pages of each group."""
+def paged_attention_cpu(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING) -> Tensor:
+    """`paged_attention` by torch's fused attention, which scores plainly, over the gathered pages of each group."""
+    if not scoring.is_plain:
+        return paged_attention(q, kv, plan, scoring)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.decodes:
         out.index_copy_(0, group.rows, _attend_decodes(q.index_select(0, group.rows), kv, group))
@@ -255,10 +263,10 @@ def _cut_chunks(
     return np.append(first, query_start[-1]).astype(np.int32), context_len, block_table[seq]
 
 
-def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
+def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING) -> Tensor:
     """`paged_attention` that reads pages in place. A decode's result is the same to the last bit in any batch."""
     if native is None or plan.decodes or plan.prefills:  # made by plan_attention_cpu
-        return paged_attention_cpu(q, kv, plan)
+        return paged_attention_cpu(q, kv, plan, scoring)
     q = q.contiguous()
     out = empty(*q.shape, dtype=q.dtype)
     native.paged_attention(
@@ -277,5 +285,7 @@ def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tenso
         kv.num_kv_heads,
         kv.head_dim,
         plan.sliding_window or 0,
+        0 if scoring.sinks is None else scoring.sinks.data_ptr(),
+        scoring.softcap,
     )
     return out

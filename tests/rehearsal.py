@@ -104,7 +104,7 @@ def launched_reference(device: SimulatedCuda) -> Backend:
 
     return replace(
         reference,
-        paged_attention=device.as_kernel(reference.paged_attention, lambda q, kv, plan: torch.empty_like(q)),
+        paged_attention=device.as_kernel(reference.paged_attention, lambda q, *_: torch.empty_like(q)),
         rope_and_store_kv=device.as_kernel(reference.rope_and_store_kv, queries),
         sample_rows=device.as_kernel(reference.sample_rows, lambda *_: None),
     )

@@ -21,6 +21,12 @@ struct TokenOffsets {
         }
     }
 };
+
+// What a query's sum of weighted values is divided by: the sum of its weights, and its head's sink if heads have one.
+// A sink far above the greatest score makes it infinite, and the result 0.
+inline float divisor(const AttentionArgs& args, int64_t head, float top, float total) {
+    return args.sinks ? total + exponential(broadcast(args.sinks[head] - top))[0] : total;
+}
 #include "attention_decode.h"
 #include "attention_prefill.h"
 #if defined(PAGODA_AMX)
@@ -103,15 +109,17 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         };
         if (part.split < 0) {
             float *out = queries + rows * HEAD_DIM, *tops = out + rows * HEAD_DIM, *totals = tops + rows;
-            attend_split<V>(queries, rows, keys, values, split, seen, prefetch, tops, totals, out);
-            for (int64_t row = 0; row < rows; row++)
+            attend_split<V>(queries, rows, keys, values, split, args.softcap, seen, prefetch, tops, totals, out);
+            for (int64_t row = 0; row < rows; row++) {
+                float total = divisor(args, kv_head * group + row % group, tops[row], totals[row]);
                 for (int64_t d = 0; d < HEAD_DIM; d += LANES)
                     store(static_cast<T*>(args.out) + element(row / group) + row % group * HEAD_DIM + d,
-                          load(out + row * HEAD_DIM + d) / totals[row]);
+                          load(out + row * HEAD_DIM + d) / total);
+            }
         } else {
             int64_t all_rows = rows * args.num_kv_heads, first_row = rows * kv_head;
             float *out = partial.data() + part.split, *tops = out + all_rows * HEAD_DIM + first_row;
-            attend_split<V>(queries, rows, keys, values, split, seen, prefetch, tops, tops + all_rows,
+            attend_split<V>(queries, rows, keys, values, split, args.softcap, seen, prefetch, tops, tops + all_rows,
                             out + first_row * HEAD_DIM);
         }
     };
@@ -171,6 +179,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
             }
             int64_t kv_head = row / rows, query = row % rows / group, head = kv_head * group + row % group;
             T* out = static_cast<T*>(args.out) + ((args.query_start[seq] + query) * args.num_heads + head) * HEAD_DIM;
+            total = divisor(args, head, top, total);
             for (int j = 0; j < V; j++) store(out + j * LANES, sums[j] / total);
         }
     };

@@ -102,6 +102,12 @@ void weigh(const float* weights, const T* values, const TokenOffsets& split, flo
     }
 }
 
+// Scores become softcap · tanh(score / softcap); `count` is a multiple of LANES.
+inline void cap_scores(float* scores, int64_t count, float softcap) {
+    for (int64_t i = 0; i < count; i += LANES)
+        store(scores + i, hyperbolic_tangent(load(scores + i) / softcap) * softcap);
+}
+
 // Turns a split's scores into weights, in place; returns the greatest score that is seen and the sum of the weights.
 inline void soften(float* scores, int64_t count, Sight seen, float* greatest_score, float* total) {
     int64_t padded = ceil_div(count, LANES) * LANES;
@@ -125,11 +131,11 @@ inline void soften(float* scores, int64_t count, Sight seen, float* greatest_sco
     *total = sum(sums);
 }
 
-// Attends the rows of one KV head to one split: out [rows, head_dim], not yet divided by `totals`. `seen` returns a row's
-// Sight.
+// Attends the rows of one KV head to one split: out [rows, head_dim], not yet divided by `totals`. A `softcap` of 0 is none.
+// `seen` returns a row's Sight.
 template <int V, typename T, typename Seen>
 void attend_split(const float* queries, int64_t rows, const T* keys, const T* values, const TokenOffsets& split,
-                  const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
+                  float softcap, const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
     // As many rows as have their queries in registers together; with 16 registers, as have their sums there.
     constexpr int MOST = REGISTERS == 16 ? 4 : V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;
@@ -137,6 +143,9 @@ void attend_split(const float* queries, int64_t rows, const T* keys, const T* va
     for (int64_t row = 0; row < rows;) {
         auto attend = [&](auto count) {
             score<count.value, V>(queries + row * HEAD_DIM, keys, split, prefetch, scores);
+            if (softcap != 0)
+                for (int i = 0; i < count.value; i++)
+                    cap_scores(scores + i * SPLIT, ceil_div(split.count, LANES) * LANES, softcap);
             for (int i = 0; i < count.value; i++)
                 soften(scores + i * SPLIT, split.count, seen(row + i), &tops[row + i], &totals[row + i]);
             weigh<count.value, V>(scores, values, split, out + row * HEAD_DIM);

@@ -118,6 +118,8 @@ struct TileRows {
     int64_t end = first_position + (last - first);  // of the keys that some row sees
     int64_t window = args.sliding_window ? args.sliding_window : args.context_len[seq];
 
+    float total(int64_t row, float top, float total) const { return divisor(args, first_head + row % heads, top, total); }
+
     int64_t position(int64_t row) const { return first_position + row / heads; }
 
     int64_t element(int64_t row) const {  // of its query, and of its output
@@ -140,7 +142,7 @@ void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     static thread_local std::vector<Tile<V>> room(1);
     Tile<V>& tile = room[0];
     int64_t padded_rows = ceil_div(rows.count, ROW_STEP) * ROW_STEP;
-    float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
+    float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM)), softcap = rows.args.softcap;
     auto* queries = static_cast<const T*>(rows.args.queries);
     for (int64_t row = 0; row < padded_rows; row++) {
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
@@ -159,12 +161,15 @@ void attend_tile(const TileRows& rows, const T* keys, const T* values) {
         multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM, columns);
         for (int64_t row = 0; row < rows.count; row++) {
             int64_t seen = rows.position(row) + 1 - begin;
+            if (softcap != 0) cap_scores(tile.weights + row * KEY_TILE, columns * LANES, softcap);
             soften_row<V>(tile.weights + row * KEY_TILE, columns * LANES, seen - rows.window, seen, tile.tops[row],
                           tile.totals[row], tile.out + row * HEAD_DIM);
         }
         multiply_add<V>(tile.weights, KEY_TILE, tile.values, tile.out, padded_rows, tokens.count, V);
     }
-    for (int64_t row = 0; row < rows.count; row++)
+    for (int64_t row = 0; row < rows.count; row++) {
+        float total = rows.total(row, tile.tops[row], tile.totals[row]);
         for (int64_t d = 0; d < HEAD_DIM; d += LANES)
-            store(static_cast<T*>(rows.args.out) + rows.element(row) + d, load(tile.out + row * HEAD_DIM + d) / tile.totals[row]);
+            store(static_cast<T*>(rows.args.out) + rows.element(row) + d, load(tile.out + row * HEAD_DIM + d) / total);
+    }
 }

@@ -95,7 +95,7 @@ void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
     static thread_local std::vector<MatrixTile<V>> room(1);
     MatrixTile<V>& tile = room[0];
     int64_t padded_rows = ceil_div(rows.count, BATCH) * BATCH;
-    float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
+    float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM)), softcap = rows.args.softcap;
     auto* queries = static_cast<const bf16*>(rows.args.queries);
     std::memset(tile.queries, 0, padded_rows * sizeof tile.queries[0]);
     std::memset(tile.out, 0, padded_rows * sizeof tile.out[0]);
@@ -118,6 +118,7 @@ void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
                 float* scores = tile.scores[row - batch];
                 int64_t seen = rows.position(row) + 1 - begin;
                 for (int64_t i = 0; i < width; i += LANES) store(scores + i, load(scores + i) * scale);
+                if (softcap != 0) cap_scores(scores, width, softcap);
                 soften_row<V>(scores, width, seen - rows.window, seen, tile.tops[row], tile.totals[row], tile.out[row]);
                 for (int64_t i = 0; i < width; i += LANES) {
                     Floats weight = load(scores + i), near = rounded(weight);
@@ -128,7 +129,9 @@ void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
             add_values(tile, batch, width);
         }
     }
-    for (int64_t row = 0; row < rows.count; row++)
+    for (int64_t row = 0; row < rows.count; row++) {
+        float total = rows.total(row, tile.tops[row], tile.totals[row]);
         for (int64_t d = 0; d < HEAD_DIM; d += LANES)
-            store(static_cast<bf16*>(rows.args.out) + rows.element(row) + d, load(tile.out[row] + d) / tile.totals[row]);
+            store(static_cast<bf16*>(rows.args.out) + rows.element(row) + d, load(tile.out[row] + d) / total);
+    }
 }

@@ -175,3 +175,15 @@ inline void mask_rows(ThreadPool& pool, float* x, const int64_t* rows, const uin
             if (!(mask[whole] >> i % 32 & 1)) row[i] = -INFINITY;
     });
 }
+
+// Each of `count` numbers becomes softcap · tanh(number / softcap).
+template <typename T>
+void cap(ThreadPool& pool, T* x, int64_t count, float softcap) {
+    constexpr int64_t STEP = 1024;
+    int64_t steps = ceil_div(count, STEP), steps_a_part = rows_per_part(steps, 4 * STEP);
+    pool.run(static_cast<int>(ceil_div(steps, steps_a_part)), [&](int part) {
+        int64_t i = part * steps_a_part * STEP, end = std::min(count, i + steps_a_part * STEP);
+        for (; i + LANES <= end; i += LANES) store(x + i, hyperbolic_tangent(load(x + i) / softcap) * softcap);
+        for (; i < end; i++) round_to(x + i, hyperbolic_tangent(broadcast(to_float(x[i]) / softcap))[0] * softcap);
+    });
+}

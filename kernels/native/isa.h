@@ -29,6 +29,9 @@ constexpr Ops make_ops(const char* name) {
             activate(pool, static_cast<const T*>(x), static_cast<T*>(out), rows, size, by);
         });
     };
+    ops.cap = [](ThreadPool& pool, Dtype dtype, void* x, int64_t count, float softcap) {
+        with_type(dtype, [&](auto type) { cap(pool, static_cast<decltype(type)*>(x), count, softcap); });
+    };
     ops.rope_and_store_kv = [](ThreadPool& pool, Dtype dtype, const RopeArgs& args) {
         with_type(dtype, [&](auto type) { rope_and_store_kv<decltype(type)>(pool, args); });
     };

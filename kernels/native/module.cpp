@@ -93,6 +93,15 @@ PyObject* activate(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->activate(pool, dtype, x, out, rows, size, activation); });
 }
 
+PyObject* cap(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 4);
+    Dtype dtype = next.dtype();
+    void* x = next.address();
+    int64_t size = next.integer();
+    float softcap = next.real();
+    return run(next, [=] { ops->cap(pool, dtype, x, size, softcap); });
+}
+
 PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments next(values, count, 12);
     Dtype dtype = next.dtype();
@@ -130,7 +139,7 @@ PyObject* head_norms(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 15);
+    Arguments next(values, count, 17);
     Dtype dtype = next.dtype();
     AttentionArgs args{};
     args.queries = next.address();
@@ -147,6 +156,8 @@ PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) 
     args.num_kv_heads = next.integer();
     args.head_dim = next.integer();
     args.sliding_window = next.integer();
+    args.sinks = next.address<float>();
+    args.softcap = next.real();
     return run(next, [=] { ops->paged_attention(pool, dtype, args); });
 }
 
@@ -432,6 +443,7 @@ PyMethodDef methods[] = {
     OP(rope_and_store_kv),
     OP(head_norms),
     OP(paged_attention),
+    OP(cap),
     OP(argmax),
     OP(mask_rows),
     OP(sample),

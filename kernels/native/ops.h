@@ -45,6 +45,8 @@ struct AttentionArgs {
     void* out;                      // like queries
     int64_t num_seqs, max_blocks, block_size, num_heads, num_kv_heads, head_dim;
     int64_t sliding_window;         // 0: none
+    const float* sinks;             // [num_heads], a logit that is in the softmax's denominator alone; or null
+    float softcap;                  // scores become softcap · tanh(score / softcap); 0: they stay
 };
 
 constexpr int64_t UNSURE_DRAW = -2;
@@ -117,6 +119,7 @@ struct Ops {
     bool pairs_are_limited;         // int8 weights of neighbouring inputs have |w0 + w1| <= 128
     void (*norm)(ThreadPool&, Dtype, const NormArgs&);
     void (*activate)(ThreadPool&, Dtype, const void* x, void* out, int64_t rows, int64_t size, const Activation&);
+    void (*cap)(ThreadPool&, Dtype, void* x, int64_t count, float softcap);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
     void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
     // A mask has ceil(size / 32) words; bit i of word w allows element 32 * w + i. `rows` names the row of each mask. Without

@@ -173,6 +173,16 @@ PAGODA_INLINE Floats exponential_of_negative(Floats x) {
     return x < -87.3f ? broadcast(0.0f) : series * (Floats)((power + 127) << 23);
 }
 
+// tanh(x) to a few ulp.
+PAGODA_INLINE Floats hyperbolic_tangent(Floats x) {
+    Floats square = x * x;
+    Floats far = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);  // which would lose digits near 0
+    Floats series = square * (62.0f / 2835) - 17.0f / 315;
+    series = series * square + 2.0f / 15;
+    series = series * square - 1.0f / 3;
+    return square < 0.0625f ? x + x * square * series : far;
+}
+
 PAGODA_INLINE void round_to(float* to, float value) { *to = value; }
 
 PAGODA_INLINE void round_to(bf16* to, float value) {

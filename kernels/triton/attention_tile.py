@@ -23,6 +23,11 @@ def score_scale(head_dim: int) -> float:
     return math.log2(math.e) / math.sqrt(head_dim)
 
 
+def score_cap(softcap: float, head_dim: int) -> float:
+    """The cap of such products, whose scores `softcap` caps."""
+    return softcap * math.sqrt(head_dim)
+
+
 def tile_dim(head_dim: int) -> int:
     """The number of columns of a tile: a power of two, large enough for a matrix instruction."""
     return max(16, int(triton.next_power_of_2(head_dim)))
@@ -56,18 +61,49 @@ def load_tile(pages_ptr, token, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexp
 
 
 @triton.jit
-def score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+def tanh(x):
+    """To about as many digits as float32 has, near 0 too."""
+    square = x * x
+    far = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # loses digits near 0
+    series = square * 0.021869488536155203 - 0.05396825396825397
+    series = (series * square + 0.13333333333333333) * square - 0.3333333333333333
+    return tl.where(square < 0.0625, x + x * square * series, far)
+
+
+@triton.jit
+def score_tile(
+    q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr
+):
     """The products of queries and keys, [rows, tokens] float32. The caller masks those that a query does not see.
 
     q       [rows, DIM], in the dtype of the products
     token   [tokens], from find_tokens
     is_key  [tokens] bool, which tokens belong to the sequence
+    CAP     the products' cap, from score_cap; 0: none
     """
     keys = load_tile(keys_ptr, token, is_key, HEAD_DIM, DIM).to(q.dtype)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if key_scales_ptr is not None:
         scores *= tl.load(key_scales_ptr + token, mask=is_key, other=0.0)[None, :]
+    if CAP > 0:
+        scores = tanh(scores * (1.0 / CAP)) * CAP
     return scores
+
+
+@triton.jit
+def add_sinks(total, top, head, is_head, sinks_ptr):
+    """The sums of weights with the weight of each row's sink, if heads have sinks.
+
+    total, top  [rows], from attend_tile
+    head        [rows], the query head of each row
+
+    A sink far above the greatest score makes the sum infinite, and what is divided by it 0.
+    """
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=is_head, other=float("-inf"))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        total += tl.exp2(tl.fma(sink, tl.full(sink.shape, 1.4426950408889634, tl.float32), -shift))
+    return total
 
 
 @triton.jit
@@ -130,7 +166,7 @@ def find_tile(tile, query_start_ptr, first_seq, num_seqs, GROUP: tl.constexpr, R
 def attend_keys(
     start, end, q, position, first_position, last_position, table_ptr, kv_head, keys_ptr, values_ptr, key_scales_ptr,
     value_scales_ptr, scale, attended, top, total, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """`attend_tile` to the keys from `start` on, of those before `end`, that each row sees.
 
@@ -139,7 +175,7 @@ def attend_keys(
     key = start + tl.arange(0, TILE)
     is_key = key < end
     token = find_tokens(table_ptr, key, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
-    scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM)
+    scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM, CAP)
     if start + TILE > first_position + 1:
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
     if WINDOW:  # noqa: SIM102  this condition is known at compile time, the other is not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..adjust_logits import adjust_logits
 from ..backend import UNQUANTIZED, Backend
+from ..cap import cap
 from ..embedding import embedding
 from ..rms_norm import add
 from ..route import route
@@ -26,6 +27,7 @@ TRITON = Backend(
     rms_norm=rms_norm_triton,
     layer_norm=layer_norm_triton,
     add=add,
+    cap=cap,
     rope_and_store_kv=rope_and_store_kv_triton,
     plan_attention=plan_attention_triton,
     paged_attention=paged_attention_triton,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..paged import AttentionPlan, PagedKV
+from ..paged import PLAIN_SCORING, AttentionPlan, PagedKV, Scoring
 from .paged_decode import paged_decode_triton
 from .paged_fixed import paged_attention_fixed_triton
 from .paged_prefill import paged_prefill_triton
@@ -44,18 +44,18 @@ def plan_attention_triton(
     )
 
 
-def paged_attention_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
+def paged_attention_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING) -> Tensor:
     """`paged_attention`. Pages must be contiguous; float8 pages need a GPU of compute capability 8.9.
 
     The launches depend on shapes and on the plan's numbers, not on the content of its tensors, so that a CUDA graph can
     replay them with other content. Rows of padding become 0.
     """
     if plan.one_order:
-        return paged_attention_fixed_triton(q, kv, plan)
+        return paged_attention_fixed_triton(q, kv, plan, scoring)
     q = q.contiguous()
     out = torch.empty_like(q)
     if plan.num_decodes > 0:
-        paged_decode_triton(q, kv, plan, out)
+        paged_decode_triton(q, kv, plan, scoring, out)
     if plan.num_decodes < len(plan.context_len):
-        paged_prefill_triton(q, kv, plan, out)
+        paged_prefill_triton(q, kv, plan, scoring, out)
     return out

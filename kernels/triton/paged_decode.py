@@ -25,12 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..paged import AttentionPlan, PagedKV
+from ..paged import AttentionPlan, PagedKV, Scoring
 from .attention_tile import (
     METADATA,
     SEQS,
+    add_sinks,
     attend_tile,
     find_tokens,
+    score_cap,
     score_scale,
     score_tile,
     table_row,
@@ -70,7 +72,7 @@ def default_config(dim: int, itemsize: int) -> Config:
     return Config(tile_keys=min(max(4096 // dim, 16), 128), items_per_sm=4, num_warps=4, num_stages=5)
 
 
-def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
+def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring, out: Tensor) -> None:
     """`paged_attention` of the plan's first `num_decodes` sequences, written to the first rows of `out`.
 
     q, out  [num_tokens, num_heads, head_dim], contiguous, like the pages
@@ -101,6 +103,7 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
         plan.context_len,
         plan.block_table,
         plan.rows,
+        scoring.sinks,
         out,
         partial,
         log_sums,
@@ -116,6 +119,7 @@ def paged_decode_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor
         BLOCK_SIZE=kv.block_size,
         WINDOW=plan.sliding_window or 0,
         TILE=config.tile_keys,
+        CAP=score_cap(scoring.softcap, head_dim),
         ROWS=rows,
         MERGED_HEADS=merged_heads,
         MERGED_PARTS=max(MERGED // (merged_heads * dim), 1),
@@ -182,6 +186,7 @@ def _attend_split(
     context_len_ptr,
     block_table_ptr,
     rows_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     log_sums_ptr,
@@ -197,6 +202,7 @@ def _attend_split(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
+    CAP: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED_HEADS: tl.constexpr,
     MERGED_PARTS: tl.constexpr,
@@ -231,11 +237,13 @@ def _attend_split(
         position = start + tl.arange(0, TILE)
         is_key = position < end
         token = find_tokens(table_ptr, position, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
-        scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM)
+        scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM, CAP)
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         attended, top, total = attend_tile(
             scores, attended, top, total, token, is_key, values_ptr, value_scales_ptr, scale, q.dtype, HEAD_DIM, DIM
         )
+    if num_parts == 1:
+        total = add_sinks(total, top, head, row < GROUP, sinks_ptr)
     attended = attended / tl.where(begin < end, total, 1.0)[:, None]
     if num_parts == 1:
         places = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
@@ -252,6 +260,7 @@ def _attend_split(
         _merge_parts(
             partial_ptr,
             log_sums_ptr,
+            sinks_ptr,
             out_ptr + (seq * HEADS).to(tl.int64) * HEAD_DIM,
             first_item,
             num_parts,
@@ -269,6 +278,7 @@ def _attend_split(
 def _merge_parts(
     partial_ptr,
     log_sums_ptr,
+    sinks_ptr,
     out_ptr,
     first_item,
     num_parts,
@@ -305,5 +315,6 @@ def _merge_parts(
         attended = attended * fade[:, None] + tl.sum(partial * weight[:, :, None], axis=0)
         total = total * fade + tl.sum(weight, axis=0)
         top = new_top
+    total = add_sinks(total, top, head, is_head, sinks_ptr)
     places = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
     tl.store(places, (attended / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)

@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..paged import AttentionPlan, PagedKV
+from ..paged import PLAIN_SCORING, AttentionPlan, PagedKV, Scoring
 from .attention_tile import (
     METADATA,
+    add_sinks,
     attend_keys,
     find_tile,
+    score_cap,
     score_scale,
     table_row,
     tile_dim,
@@ -44,21 +46,30 @@ def fixed_config(dim: int, itemsize: int, capability: int) -> Config:
     )
 
 
-def paged_attention_fixed_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan) -> Tensor:
+def paged_attention_fixed_triton(
+    q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING
+) -> Tensor:
     """`paged_attention_triton` with sums in a fixed order."""
     q = q.contiguous()
     out = torch.empty_like(q)
     decodes, seqs = plan.num_decodes, len(plan.context_len)
     if decodes > 0:
         num_shares = max(num_processors(q.device) // (decodes * kv.num_kv_heads), 1)
-        attend_parts(q, kv, plan, out, slice(0, decodes), num_tokens=decodes, num_shares=num_shares)
+        attend_parts(q, kv, plan, scoring, out, slice(0, decodes), num_tokens=decodes, num_shares=num_shares)
     if decodes < seqs:
-        attend_parts(q, kv, plan, out, slice(decodes, seqs), num_tokens=len(q) - decodes, num_shares=1)
+        attend_parts(q, kv, plan, scoring, out, slice(decodes, seqs), num_tokens=len(q) - decodes, num_shares=1)
     return out
 
 
 def attend_parts(
-    q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor, seqs: slice, num_tokens: int, num_shares: int
+    q: Tensor,
+    kv: PagedKV,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: Tensor,
+    seqs: slice,
+    num_tokens: int,
+    num_shares: int,
 ) -> None:
     """Attend some sequences, which have `num_tokens` queries in all, and write to their rows of `out`.
 
@@ -86,6 +97,7 @@ def attend_parts(
         plan.context_len,
         plan.block_table,
         plan.rows,
+        scoring.sinks,
         out,
         attended,
         tops,
@@ -104,6 +116,7 @@ def attend_parts(
         ROWS=config.tile_rows,
         TILE=config.tile_keys,
         PART=part,
+        CAP=score_cap(scoring.softcap, head_dim),
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -115,6 +128,7 @@ def attend_parts(
             tops,
             totals,
             plan.context_len,
+            scoring.sinks,
             out,
             most_parts,
             KV_HEADS=kv.num_kv_heads,
@@ -152,6 +166,7 @@ def _attend_parts(
     context_len_ptr,
     block_table_ptr,
     rows_ptr,
+    sinks_ptr,
     out_ptr,
     attended_ptr,
     tops_ptr,
@@ -170,6 +185,7 @@ def _attend_parts(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     PART: tl.constexpr,
+    CAP: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -216,7 +232,7 @@ def _attend_parts(
             part_attended, part_top, part_total = attend_keys(
                 start, end, q, position, first_position, last_position, table_ptr, kv_head, keys_ptr, values_ptr,
                 key_scales_ptr, value_scales_ptr, scale, part_attended, part_top, part_total, KV_HEADS, HEAD_DIM, DIM,
-                BLOCK_SIZE, WINDOW, TILE,
+                BLOCK_SIZE, WINDOW, TILE, CAP,
             )  # fmt: skip
         if num_shares == 1:
             attended, top, total = _merge(attended, top, total, part_attended, part_top, part_total)
@@ -226,6 +242,7 @@ def _attend_parts(
             tl.store(tops_ptr + place, part_top, mask=is_row)
             tl.store(totals_ptr + place, part_total, mask=is_row)
     if num_shares == 1:
+        total = add_sinks(total, top, kv_head * GROUP + row % GROUP, is_row, sinks_ptr)
         attended = attended / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out_ptr + places, attended.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -236,6 +253,7 @@ def _merge_parts(
     tops_ptr,
     totals_ptr,
     context_len_ptr,
+    sinks_ptr,
     out_ptr,
     most_parts,
     KV_HEADS: tl.constexpr,
@@ -272,5 +290,6 @@ def _merge_parts(
             tl.load(tops_ptr + place, mask=is_row, other=float("-inf")),
             tl.load(totals_ptr + place, mask=is_row, other=0.0),
         )
+    total = add_sinks(total, top, kv_head * GROUP + row, is_row, sinks_ptr)
     attended = attended / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out_ptr + query[:, None] * HEAD_DIM + dim[None, :], attended.to(out_ptr.dtype.element_ty), mask=inside)

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..paged import AttentionPlan, PagedKV
+from ..paged import AttentionPlan, PagedKV, Scoring
 from .attention_tile import (
     METADATA,
+    add_sinks,
     attend_keys,
     find_tile,
+    score_cap,
     score_scale,
     table_row,
     tile_dim,
@@ -51,7 +53,7 @@ def default_config(dim: int, itemsize: int, page_itemsize: int, capability: int)
     return Config(tile_rows=128 if dim <= 128 else 64, tile_keys=min(4096 // dim, 64), num_warps=8, num_stages=5)
 
 
-def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tensor) -> None:
+def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring, out: Tensor) -> None:
     """`paged_attention` of all sequences after the plan's first `num_decodes`, written to their rows of `out`.
 
     q, out  [num_tokens, num_heads, head_dim], contiguous, like the pages
@@ -75,6 +77,7 @@ def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tenso
         plan.context_len,
         plan.block_table,
         plan.rows,
+        scoring.sinks,
         out,
         first_seq=plan.num_decodes,
         num_seqs=num_seqs,
@@ -88,6 +91,7 @@ def paged_prefill_triton(q: Tensor, kv: PagedKV, plan: AttentionPlan, out: Tenso
         WINDOW=plan.sliding_window or 0,
         ROWS=config.tile_rows,
         TILE=config.tile_keys,
+        CAP=score_cap(scoring.softcap, head_dim),
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -106,6 +110,7 @@ def _attend_chunks(
     context_len_ptr,
     block_table_ptr,
     rows_ptr,
+    sinks_ptr,
     out_ptr,
     first_seq,
     num_seqs,
@@ -119,6 +124,7 @@ def _attend_chunks(
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    CAP: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,8 +165,9 @@ def _attend_chunks(
         attended, top, total = attend_keys(
             start, end, q, position, first_position, last_position, table_ptr, kv_head, keys_ptr, values_ptr,
             key_scales_ptr, value_scales_ptr, scale, attended, top, total, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, WINDOW,
-            TILE,
+            TILE, CAP,
         )  # fmt: skip
+    total = add_sinks(total, top, kv_head * GROUP + row % GROUP, row < num_tokens * GROUP, sinks_ptr)
     attended = attended / tl.where(context > 0, total, 1.0)[:, None]
     places = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
     tl.store(places, attended.to(out_ptr.dtype.element_ty), mask=inside)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels import AttentionPlan, PagedKV
+from pagoda_server.kernels import AttentionPlan, PagedKV, Scoring
 from pagoda_server.kernels.backend import CPU, NATIVE, REFERENCE, Backend
 from pagoda_server.kernels.native_module import native
 from pagoda_server.kernels.paged_attention import (
@@ -30,7 +30,9 @@ SPLIT = 256  # tokens after which compiled code splits the context of a decode
 class Batch:
     """Random sequences of (context, queries), with shuffled pages and NaN in all other slots.
 
-    pages  dtype of the pages where that is another: their keys and values have scales
+    pages    dtype of the pages where that is another: their keys and values have scales
+    softcap  as in Scoring
+    sinks    heads have these in turn; (): they have none
     """
 
     lengths: list[tuple[int, int]]
@@ -41,6 +43,8 @@ class Batch:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     pages: torch.dtype | None = None
+    softcap: float = 0.0
+    sinks: tuple[float, ...] = ()
 
     @property
     def page_dtype(self) -> torch.dtype:
@@ -49,7 +53,12 @@ class Batch:
     def run(self, backend: Backend, device: str = "cpu") -> tuple[Tensor, Tensor]:
         """The backend's result and the expected one, in float64."""
         queries, kv, block_table, expected = self.build(device)
-        return backend.paged_attention(queries, kv, self.plan(backend, block_table, kv)).cpu(), expected
+        plan = self.plan(backend, block_table, kv)
+        return backend.paged_attention(queries, kv, plan, self.scoring(device)).cpu(), expected
+
+    def scoring(self, device: str = "cpu") -> Scoring:
+        sinks = torch.tensor([self.sinks[head % len(self.sinks)] for head in range(self.heads)]) if self.sinks else None
+        return Scoring(self.softcap, None if sinks is None else sinks.to(device))
 
     def build(self, device: str = "cpu") -> tuple[Tensor, PagedKV, np.ndarray, Tensor]:
         """Packed queries, pages, the block table, and the expected result."""
@@ -92,7 +101,11 @@ class Batch:
             for head in range(self.heads):
                 kv_head = head // (self.heads // self.kv_heads)
                 k, v = keys[first : last + 1, kv_head], values[first : last + 1, kv_head]
-                out[row, head] = (k @ q[row, head] / self.head_dim**0.5).softmax(dim=0) @ v
+                scores = k @ q[row, head] / self.head_dim**0.5
+                if self.softcap:
+                    scores = self.softcap * (scores / self.softcap).tanh()
+                sinks = torch.tensor(self.sinks[head % len(self.sinks)] if self.sinks else -torch.inf).double()
+                out[row, head] = torch.cat((scores, sinks.view(1))).softmax(dim=0)[:-1] @ v
         return out
 
 
@@ -161,9 +174,20 @@ BATCHES = {
     ),
 }
 
+SINKS = (-3.0, 0.5, 9.0, -200.0, 200.0)  # far below and far above all scores too
+SCORED = {
+    "a cap": Batch([(1, 1), (21, 1), (9, 9)], head_dim=16, softcap=0.8),
+    "a high cap, which changes little": Batch([(21, 1), (30, 9)], head_dim=16, softcap=50.0),
+    "sinks": Batch([(1, 1), (21, 1), (30, 9)], heads=10, head_dim=16, sinks=SINKS),
+    "both behind a window": Batch([(21, 1), (30, 9), (7, 3)], heads=10, head_dim=16, window=4, softcap=2, sinks=SINKS),
+    "both in parts": Batch(
+        [(SPLIT + 3, 1), (2 * SPLIT + 9, 4), (150, 70)], heads=10, head_dim=16, block_size=16, softcap=3.0, sinks=SINKS
+    ),
+}
+
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("batch", (BATCHES | SCORED).values(), ids=BATCHES | SCORED)
 def test_attention_over_pages_is_attention_over_contexts(backend: Backend, batch: Batch) -> None:
     out, expected = batch.run(backend)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
@@ -289,13 +313,21 @@ def test_a_sequence_full_of_nan_does_not_reach_its_neighbours() -> None:
 @pytest.mark.usefixtures("each_instruction_set")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("head_dim", "heads", "kv_heads", "window"),
-    [(16, 6, 2, None), (64, 9, 3, None), (80, 2, 2, 300), (128, 4, 1, 20), (256, 2, 1, None)],
+    ("head_dim", "heads", "kv_heads", "window", "softcap"),
+    [
+        (16, 6, 2, None, 0),
+        (64, 9, 3, None, 0),
+        (80, 2, 2, 300, 0),
+        (128, 4, 1, 20, 0),
+        (256, 2, 1, None, 0),
+        (64, 6, 2, None, 2),
+    ],
 )
 def test_a_plan_of_one_order_gives_a_query_the_same_bits_in_every_chunk(
-    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, window: int | None
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, window: int | None, softcap: float
 ) -> None:
     context = SPLIT + 90
+    scoring = Scoring(softcap, torch.randn(heads)) if softcap else Scoring()
     kv = PagedKV(*torch.randn(2, context // 2, 4, kv_heads, head_dim).to(dtype))
     queries = torch.randn(context, heads, head_dim).to(dtype)
     block_table = np.random.default_rng(0).permutation(context // 2)[None].astype(np.int32)
@@ -308,12 +340,14 @@ def test_a_plan_of_one_order_gives_a_query_the_same_bits_in_every_chunk(
             context_len = np.array([*range(1, beside + 1), end], dtype=np.int32)
             tables = np.repeat(block_table, beside + 1, axis=0)
             plan = plan_attention_native(query_start, context_len, tables, kv, window, one_order=True)
-            parts.append(paged_attention_native(torch.cat([queries[:beside], queries[first:end]]), kv, plan)[beside:])
+            rows = torch.cat([queries[:beside], queries[first:end]])
+            parts.append(paged_attention_native(rows, kv, plan, scoring)[beside:])
         return torch.cat(parts)
 
     one_by_one = attend(list(range(context + 1)), beside=0)
     ends = np.array([0, context], dtype=np.int32)
-    tiled = paged_attention_native(queries, kv, plan_attention_native(ends, ends[1:], block_table, kv, window))
+    plan = plan_attention_native(ends, ends[1:], block_table, kv, window)
+    tiled = paged_attention_native(queries, kv, plan, scoring)
     torch.testing.assert_close(one_by_one, tiled)
     for cuts in ([0, context], [0, 1, 8, 8 + 6, 100, SPLIT, SPLIT + 7, context], [0, SPLIT - 3, context]):
         for beside in (0, 40):

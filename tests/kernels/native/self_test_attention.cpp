@@ -12,6 +12,8 @@ struct Sequence {
 struct AttentionCase {
     int64_t head_dim, heads, kv_heads, block_size, window;
     std::vector<Sequence> sequences;
+    float softcap = 0;
+    std::vector<float> sinks = {};  // of the heads; empty: they have none
 };
 
 // Keys and values of each sequence, in shuffled blocks. Slots without a token hold poison.
@@ -67,10 +69,12 @@ public:
                         double score = 0;
                         for (int64_t i = 0; i < head_dim; i++)
                             score += queries_.at(at + i) * keys_.at(element(seq, token, head / group) + i);
-                        weights.push_back(score / std::sqrt(static_cast<double>(head_dim)));
+                        score /= std::sqrt(static_cast<double>(head_dim));
+                        weights.push_back(shape_.softcap != 0 ? shape_.softcap * std::tanh(score / shape_.softcap) : score);
                         top = std::max(top, weights.back());
                     }
                     for (double& weight : weights) total += weight = std::exp(weight - top);
+                    if (!shape_.sinks.empty()) total += std::exp(shape_.sinks[head] - top);
                     for (int64_t token = begin; token < end; token++)
                         for (int64_t i = 0; i < head_dim; i++) {
                             double part = weights[token - begin] / total * values_.at(element(seq, token, head / group) + i);
@@ -129,6 +133,8 @@ private:
         args.num_kv_heads = shape_.kv_heads;
         args.head_dim = shape_.head_dim;
         args.sliding_window = shape_.window;
+        args.softcap = shape_.softcap;
+        args.sinks = shape_.sinks.empty() ? nullptr : shape_.sinks.data();
         ops.paged_attention(pool, dtype, args);
     }
 
@@ -166,6 +172,7 @@ Findings test_decode_attention(const Subject& on) {
         {64, 9, 3, 5, 300, {{1, 700}, {4, 531}}},
         {64, 2, 2, 1, 0, {{1, 20}, {2, 2}}},
         {64, 1, 1, 16, 0, std::vector<Sequence>(23, {1, 19})},  // runs of parts on one thread
+        {64, 4, 2, 16, 0, {{1, 19}, {1, 300}, {3, 33}}, 1.5f, {-2.0f, 0.5f, 3.0f, -100.0f}},
     };
     for (int64_t head_dim : {16, 32, 80, 96, 256}) cases.push_back({head_dim, 5, 1, 16, 0, {{1, 37}}});
     return test_attention(on, cases);
@@ -182,6 +189,7 @@ Findings test_prefill_attention(const Subject& on) {
         {64, 6, 2, 16, 0, {{7, 7}, {40, 40}, {65, 130}, {1, 9}}},
         {32, 4, 1, 16, 20, {{90, 90}, {33, 170}}},
         {16, 100, 1, 3, 0, {{8, 11}}},  // more heads than a tile has rows
+        {64, 4, 2, 16, 30, {{40, 40}, {17, 130}}, 1.5f, {-2.0f, 0.5f, 3.0f, -100.0f}},
     };
     for (int64_t head_dim : {80, 96, 128, 256}) cases.push_back({head_dim, 2, 1, 16, 0, {{17, 70}}});
     return test_attention(on, cases);

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagoda_server.kernels.activate import FUNCTIONS, SWIGLU, Activation
 from pagoda_server.kernels.linear import ExpertRows, Linear
+from pagoda_server.kernels.paged import PLAIN_SCORING, Scoring
 from pagoda_server.kernels.rope_and_store_kv import HeadNorms
 from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
 from pagoda_server.kernels.triton.activate import activate_triton
@@ -40,6 +41,7 @@ from pagoda_server.kernels.triton.row_sampling import sample_rows_triton
 from tests.kernels.products import PARAMETERS, gated
 
 META = torch.device("meta")
+CAPPED = Scoring(softcap=50.0, sinks=torch.empty(LLAMA_8B.num_heads, device=META))
 ROWS = 24  # not a multiple of 16, since compiled code must not depend on the number of rows
 
 
@@ -66,9 +68,11 @@ def cases() -> list[Case]:
     found += split_cases(LLAMA_8B)
     found += attention_cases(LLAMA_8B, torch.float8_e4m3fn, None)
     found += attention_cases(LLAMA_8B, torch.bfloat16, sliding_window=512)
+    found += attention_cases(LLAMA_8B, torch.bfloat16, None, CAPPED)
     found += fixed_product_cases(LLAMA_8B)
     for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
         found += fixed_attention_cases(LLAMA_8B, torch.bfloat16, kv_dtype)
+    found += fixed_attention_cases(LLAMA_8B, torch.bfloat16, torch.bfloat16, CAPPED)
     found += fixed_attention_cases(SMOLLM2, torch.float32, torch.float32)
     found += expert_cases(num_experts=128, chosen=8, out_size=1536, in_size=2048)
     found += sampling_cases(LLAMA_8B.vocab_size)
@@ -98,16 +102,19 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
         yield Case(f"{model.name} rope{name}", call)
 
 
-def attention_cases(model: ModelShape, kv_dtype: torch.dtype, sliding_window: int | None) -> Iterator[Case]:
+def attention_cases(
+    model: ModelShape, kv_dtype: torch.dtype, sliding_window: int | None, scoring: Scoring = PLAIN_SCORING
+) -> Iterator[Case]:
     pages = random_pages(model, ROWS, 1024, kv_dtype, META)
     name = f"{model.name} {str(kv_dtype).removeprefix('torch.')} pages{', window' if sliding_window else ''}"
+    name += "" if scoring.is_plain else ", cap and sinks"
     q = _normal(ROWS, model.num_heads, model.head_dim)
     decode, prefill = (
         replace(plan, sliding_window=sliding_window)
         for plan in (attention_plan(ROWS, 1024, 1, META), attention_plan(1, 1024, ROWS, META))
     )
-    yield Case(f"{name} decode", lambda: paged_attention_triton(q, pages, decode))
-    yield Case(f"{name} prefill", lambda: paged_attention_triton(q, pages, prefill))
+    yield Case(f"{name} decode", lambda: paged_attention_triton(q, pages, decode, scoring))
+    yield Case(f"{name} prefill", lambda: paged_attention_triton(q, pages, prefill, scoring))
 
 
 def product_cases(model: ModelShape, batches: tuple[int, ...]) -> Iterator[Case]:
@@ -172,13 +179,18 @@ def expert_cases(num_experts: int, chosen: int, out_size: int, in_size: int) -> 
     yield Case("sums of experts", partial(weigh, _normal(ROWS * chosen, in_size), places, weights, shared, gates))
 
 
-def fixed_attention_cases(model: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[Case]:
+def fixed_attention_cases(
+    model: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype, scoring: Scoring = PLAIN_SCORING
+) -> Iterator[Case]:
     """Attention with sums in a fixed order, of decodes whose parts several programs share."""
     pages = random_pages(model, ROWS, 1024, kv_dtype, META)
     name = f"{model.name} {str(kv_dtype).removeprefix('torch.')} pages, fixed"
+    name += "" if scoring.is_plain else ", cap and sinks"
     q = normal(ROWS, model.num_heads, model.head_dim, dtype=dtype, device=META)
     plan = attention_plan(ROWS, 1024, 1, META)
-    call = partial(attend_parts, q, pages, plan, torch.empty_like(q), slice(0, ROWS), num_tokens=ROWS, num_shares=2)
+    call = partial(
+        attend_parts, q, pages, plan, scoring, torch.empty_like(q), slice(0, ROWS), num_tokens=ROWS, num_shares=2
+    )
     # A head of 64 dimensions has fewer bytes for each thread of a warp.
     yield Case(name, call, frozenset({"_merge_parts"}) if model.head_dim < 128 else frozenset())
 

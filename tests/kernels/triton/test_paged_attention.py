@@ -18,7 +18,7 @@ from pagoda_server.kernels.triton.attention_tile import SEQS
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton, plan_attention_triton
 from pagoda_server.kernels.triton.paged_decode import MIN_TILES, find_part
-from tests.kernels.test_paged_attention import BATCHES, Batch
+from tests.kernels.test_paged_attention import BATCHES, SCORED, Batch
 from tests.kernels.triton.device import DEVICE
 
 pytestmark = pytest.mark.simulated
@@ -29,7 +29,7 @@ FLOAT8 = torch.float8_e4m3fn
 # Without batches that are large to fill the CPU's tiles, which take the interpreter seconds, and without head sizes and
 # groups, which have their own tests here.
 LEFT_OUT = ("more ", "groups ", "several tiles", "a window over several", "heads of ")
-SHARED = {name: batch for name, batch in BATCHES.items() if not name.startswith(LEFT_OUT)}
+SHARED = {name: batch for name, batch in BATCHES.items() if not name.startswith(LEFT_OUT)} | SCORED
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels import PagedKV
+from pagoda_server.kernels import PagedKV, Scoring
 from pagoda_server.kernels.backend import REFERENCE
 from pagoda_server.kernels.triton import paged_fixed
 from pagoda_server.kernels.triton.configs import capability
 from pagoda_server.kernels.triton.paged_attention import plan_attention_triton
 from pagoda_server.kernels.triton.paged_fixed import fixed_config, paged_attention_fixed_triton
-from tests.kernels.test_paged_attention import BATCHES, Batch
+from tests.kernels.test_paged_attention import BATCHES, SINKS, Batch
 from tests.kernels.triton.device import DEVICE, compute_each_element_alone
 
 pytestmark = pytest.mark.simulated
@@ -32,6 +32,7 @@ CHOSEN |= {
     "several parts in a window": Batch(LONG, heads=4, head_dim=16, window=50),
     "bfloat16": Batch(LONG, heads=4, head_dim=80, block_size=16, dtype=torch.bfloat16),
     "float8": Batch(LONG, heads=4, head_dim=32, block_size=16, dtype=torch.bfloat16, pages=FLOAT8),
+    "several parts with a cap and sinks": Batch(LONG, heads=4, head_dim=16, softcap=3.0, sinks=SINKS),
     "more heads than rows": Batch([(19, 1), (23, 3)], heads=71, kv_heads=1, head_dim=16),
 }
 
@@ -45,9 +46,11 @@ def test_attention_over_pages_is_attention_over_contexts(batch: Batch, monkeypat
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 35), (torch.bfloat16, None)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "softcap"), [(torch.float32, 35, 0.0), (torch.bfloat16, None, 0.0), (torch.float32, None, 2.0)]
+)
 def test_a_query_has_the_same_bits_in_every_batch_and_chunk(
-    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, window: int | None, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt is computed at once, in chunks, and token by token, beside other sequences and alone."""
     compute_each_element_alone(monkeypatch)
@@ -56,6 +59,7 @@ def test_a_query_has_the_same_bits_in_every_batch_and_chunk(
     pages = torch.randn(2, -(-length // 16) + 5, 16, 1, 16, device=DEVICE).to(dtype)
     queries = torch.randn(length, 3, 16, device=DEVICE).to(dtype)
     table = np.random.default_rng(0).permutation(pages.shape[1]).astype(np.int32)
+    scoring = Scoring(softcap, torch.tensor([0.3, -1.0, 2.0], device=DEVICE)) if softcap else Scoring()
     hidden = torch.full_like(pages, torch.nan)  # what is not in the cache yet
 
     def attend(*chunks: tuple[int, int]) -> Tensor:
@@ -69,7 +73,7 @@ def test_a_query_has_the_same_bits_in_every_batch_and_chunk(
         query_start = np.cumsum([0, *(end - start for start, end in chunks)], dtype=np.int32)
         context_len = np.array([end for _, end in chunks], dtype=np.int32)
         plan = plan_attention_triton(query_start, context_len, np.stack([table] * len(chunks)), kv, window)
-        return paged_attention_fixed_triton(torch.cat([queries[slice(*chunk)] for chunk in chunks]), kv, plan)
+        return paged_attention_fixed_triton(torch.cat([queries[slice(*chunk)] for chunk in chunks]), kv, plan, scoring)
 
     whole = attend((0, length))
     assert whole.isfinite().all()
