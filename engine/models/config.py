@@ -113,6 +113,10 @@ class ConfigFile:
             raise ConfigError(f"config.json: {name} must be above 0, not {shown(value)}")
         return value
 
+    def optional_positive(self, name: str, absent: float) -> float:
+        """0 if the file says null, `absent` if it says nothing."""
+        return 0.0 if self._get(name, absent) is None else self.positive(name, absent)
+
     def flags(self, name: str) -> list[bool]:
         """A list of true and false, or of 1 and 0; empty if the file does not say."""
         value = self._get(name) or []
@@ -367,9 +371,11 @@ class ModelConfig:
     first_position           the row of position 0 in the embedding of positions
     head_bias                whether a bias is added to logits
     score_scale              what scores are multiplied by; None: 1 / √head_dim
+    score_cap                scores become score_cap · tanh(score / score_cap); 0: they stay
     embedding_scale          what an embedding is multiplied by
     residual_scale           what is added to the stream is multiplied by it
     logit_scale              what logits are multiplied by
+    logit_cap                as `score_cap`, of logits
     experts                  which layers have experts, and what they compute; None: all are dense
     has_int4_weights         whether the checkpoint holds some weights in 4 bits
     """
@@ -405,9 +411,11 @@ class ModelConfig:
     first_position: int = 0
     head_bias: bool = False
     score_scale: float | None = None
+    score_cap: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float = 0.0
     experts: ExpertLayers | None = None
     has_int4_weights: bool = False
 

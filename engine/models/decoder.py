@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...kernels import Activation, AttentionPlan, Backend, HeadNorms, PagedKV, Use
+from ...kernels import Activation, AttentionPlan, Backend, HeadNorms, PagedKV, Scoring, Use
 from ..core.errors import ConfigError
 from .config import ExpertLayers, ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
@@ -174,12 +174,14 @@ class Attention:
             is_transposed=config.is_transposed,
         )
         self._output = weights.linear([output], query, config.output_bias)
+        self._scoring = Scoring(config.score_cap)
 
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
         qkv, turn = self._qkv(x).view(len(x), -1, self._head_dim), step.rotations[self._rotation]
         q = self._ops.rope_and_store_kv(qkv, turn.cosines, turn.sines, step.slots, kv, self._norms, step.positions)
-        return self._output(self._ops.paged_attention(q, kv, step.attention[self._window]).flatten(1))
+        attended = self._ops.paged_attention(q, kv, step.attention[self._window], self._scoring)
+        return self._output(attended.flatten(1))
 
 
 def _query_key_value(name: str, config: ModelConfig, order: Tensor | None, scale: float) -> list[Rows]:
@@ -405,4 +407,7 @@ class Decoder:
 
     def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits after these rows of the hidden states, or after all."""
-        return self._head(hidden if rows is None else hidden.index_select(0, rows))
+        logits = self._head(hidden if rows is None else hidden.index_select(0, rows))
+        if self.config.logit_cap:
+            self._ops.cap(logits, self.config.logit_cap)
+        return logits

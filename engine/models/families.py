@@ -31,6 +31,9 @@ _MORE_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
 _NO_ROTATION = RopeConfig(theta=10_000.0, share=0.0)
 # One norm that both sublayers read, for blocks that are parallel.
 _ONE_NORM = LayerNorms(attention_before="input_layernorm")
+_GEMMA_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,6 +523,21 @@ def _gemma(file: ConfigFile, name: str, field: str = "hidden_act", kind: str = "
     return replace(config, qkv_bias=bias, output_bias=bias, norm_offset=1.0, embedding_scale=scale)
 
 
+def _gemma2(file: ConfigFile, name: str) -> ModelConfig:
+    """Gemma Team, 2024: norms on both sides, caps of scores and logits; every other layer has a window."""
+    config = _gemma(file, name, "hidden_activation")
+    window = file.optional_size("sliding_window", absent=_SLIDING_WINDOW)
+    usual = tuple(None if number % 2 else window for number in range(config.num_layers))
+    return replace(
+        config,
+        windows=file.windows(config.num_layers, window, usual),
+        norms=_GEMMA_NORMS,
+        score_scale=file.positive("query_pre_attn_scalar", 256) ** -0.5,
+        score_cap=file.optional_positive("attn_logit_softcapping", absent=50.0),
+        logit_cap=file.optional_positive("final_logit_softcapping", absent=30.0),
+    )
+
+
 def _gemma3(file: ConfigFile, name: str) -> ModelConfig:
     """Gemma Team, 2025: norms on both sides and of each head; five of six layers have a window and another rotation."""
     config, kind = _gemma(file, name, "hidden_activation", "full_attention"), "sliding_attention"
@@ -527,14 +545,11 @@ def _gemma3(file: ConfigFile, name: str) -> ModelConfig:
     windows = file.windows(config.num_layers, window, every=6)
     whole = file.rope(kind="full_attention", theta=1_000_000.0)
     local = file.rope(kind=kind) if file.has_rope_of(kind) else RopeConfig(file.positive("rope_local_base_freq", 1e4))
-    norms = LayerNorms(
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    )
     return replace(
         config,
         windows=windows,
         rotations=tuple(whole if each is None else local for each in windows),
-        norms=norms,
+        norms=_GEMMA_NORMS,
         head_norms="each",
         score_scale=file.positive("query_pre_attn_scalar", 256) ** -0.5,
     )
@@ -758,6 +773,7 @@ FAMILIES = (
     Family("Jais2ForCausalLM", "jais2", _jais2),
     Family("OlmoForCausalLM", "olmo", _olmo),
     Family("GemmaForCausalLM", "gemma", _gemma),
+    Family("Gemma2ForCausalLM", "gemma2", _gemma2),
     Family("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     Family("MixtralForCausalLM", "mixtral", _mixtral),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe),

@@ -21,6 +21,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     FlexOlmoConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -219,6 +220,15 @@ MODELS: dict[str, PreTrainedConfig] = {
     "jais2": Jais2Config(**_SIZES, head_dim=8, **_NO_TOKENS),
     "olmo": OlmoConfig(**_SIZES, attention_bias=True, **_NO_TOKENS),
     "gemma": GemmaConfig(**_SIZES, head_dim=16, **_NO_TOKENS),
+    "gemma2": Gemma2Config(
+        **_SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=7,
+        attn_logit_softcapping=0.3,
+        final_logit_softcapping=0.2,
+        **_NO_TOKENS,
+    ),
     "gemma3": Gemma3TextConfig(
         **_SIZES,
         head_dim=16,
