@@ -303,6 +303,7 @@ class ExpertNames:
     gate, up, down          the projections of each expert
     fused_gate_up, fused_down  tensors of all experts, [experts, out, in], which a checkpoint may have in their place
     has_suffix              these are called .weight, as others are
+    is_transposed           they are [experts, in, out], and the rows of gate and up lie in turn
     correction              what is added to a router's scores for the choice; "": nothing
     correction_shape        of that tensor, before its last dimension, in which it has a number for each expert
     shared, shared_gate     the feed-forward layer that computes every token, and the product whose sigmoid weighs it
@@ -315,6 +316,7 @@ class ExpertNames:
     fused_gate_up: str = "mlp.experts.gate_up_proj"
     fused_down: str = "mlp.experts.down_proj"
     has_suffix: bool = False
+    is_transposed: bool = False
     correction: str = ""
     correction_shape: tuple[int, ...] = ()
     shared: str = ""
@@ -338,6 +340,7 @@ class ExpertLayers:
     ffn_size, shared_size  width of an expert, and of the one that computes every token; 0: there is none
     is_expert              for each layer of the model, whether it has experts
     has_bias               whether the router and the experts have biases
+    limit                  that of clamped_silu, which the experts compute then in place of the model's activation
     """
 
     routing: Routing
@@ -346,6 +349,7 @@ class ExpertLayers:
     names: ExpertNames = PLAIN_NAMES
     shared_size: int = 0
     has_bias: bool = False
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +380,7 @@ class ModelConfig:
     residual_scale           what is added to the stream is multiplied by it
     logit_scale              what logits are multiplied by
     logit_cap                as `score_cap`, of logits
+    has_sinks                each query head has a score that is in the softmax's denominator alone
     experts                  which layers have experts, and what they compute; None: all are dense
     has_int4_weights         whether the checkpoint holds some weights in 4 bits
     """
@@ -416,6 +421,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    has_sinks: bool = False
     experts: ExpertLayers | None = None
     has_int4_weights: bool = False
 

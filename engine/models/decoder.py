@@ -174,7 +174,8 @@ class Attention:
             is_transposed=config.is_transposed,
         )
         self._output = weights.linear([output], query, config.output_bias)
-        self._scoring = Scoring(config.score_cap)
+        sinks = weights.numbers(f"{name}.sinks", config.num_heads) if config.has_sinks else None
+        self._scoring = Scoring(config.score_cap, sinks)
 
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
@@ -274,7 +275,8 @@ class ExpertMLP:
             shape = *names.correction_shape, count
             self._correction = weights.numbers(f"{name}.{names.correction}", *shape).flatten()
         parts = [_expert_rows(weights, name, config, experts, each) for each in range(count)]
-        use = Use(Activation(config.activation))
+        limit = experts.limit
+        use = Use(Activation("clamped_silu", parameters=(limit,)) if limit else Activation(config.activation))
         self._experts = weights.experts(parts, hidden, experts.ffn_size, experts.has_bias, use)
         self._shared = self._shared_gate = None
         if experts.shared_size:
@@ -293,10 +295,11 @@ class ExpertMLP:
 def _expert_rows(weights: Weights, layer: str, config: ModelConfig, experts: ExpertLayers, number: int) -> ExpertRows:
     """An expert's own tensors, or its parts of those of all experts."""
     names, hidden, ffn, factor = experts.names, config.hidden_size, experts.ffn_size, config.residual_scale
-    fused = Rows(f"{layer}.{names.fused_gate_up}", 2 * ffn, expert=number, is_bare=not names.has_suffix)
+    whole = Rows("", 0, expert=number, is_bare=not names.has_suffix, is_transposed=names.is_transposed)
+    order = torch.arange(2 * ffn).view(ffn, 2).T.flatten() if names.is_transposed else None
+    fused = replace(whole, name=f"{layer}.{names.fused_gate_up}", size=2 * ffn, order=order)
     if weights.has(fused):
-        down = Rows(f"{layer}.{names.fused_down}", hidden, factor=factor, expert=number, is_bare=not names.has_suffix)
-        return ExpertRows([fused], down)
+        return ExpertRows([fused], replace(whole, name=f"{layer}.{names.fused_down}", size=hidden, factor=factor))
     gate_up = [Rows(f"{layer}.{name.format(number)}", ffn) for name in (names.gate, names.up)]
     return ExpertRows(gate_up, Rows(f"{layer}.{names.down.format(number)}", hidden, factor=factor))
 

@@ -735,6 +735,24 @@ def _minimax_m2(file: ConfigFile, name: str) -> ModelConfig:
     return _with_experts(replace(config, head_norms="all"), routing, config.ffn_size, names=names)
 
 
+def _gpt_oss(file: ConfigFile, name: str) -> ModelConfig:
+    """OpenAI, 2025: experts with biases and a clamped SwiGLU, sinks, and a window on every other layer."""
+    file.require("rope_parameters", "rope_scaling")
+    file.expect("hidden_act", "silu")
+    file.expect("swiglu_alpha", 1.702)
+    config = ModelConfig.read(file, name, head_dim=64, norm_eps=1e-5, rope_theta=150_000.0)
+    bias, window = file.flag("attention_bias", True), file.optional_size("sliding_window", absent=128)
+    usual = tuple(None if number % 2 else window for number in range(config.num_layers))
+    windows = file.windows(config.num_layers, window, usual)
+    config = replace(config, qkv_bias=bias, output_bias=bias, windows=windows, has_sinks=True)
+    routing = Routing(file.size("num_local_experts", 128), file.size("num_experts_per_tok", 4))
+    names = ExpertNames(router="mlp.router", is_transposed=True)
+    config = _with_experts(config, routing, config.ffn_size, names=names)
+    assert config.experts is not None
+    limit = file.positive("swiglu_limit", 7.0)
+    return replace(config, experts=replace(config.experts, has_bias=True, limit=limit))
+
+
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", _llama),
     Family("LlamaForCausalLM", "internlm3", _llama),
@@ -784,5 +802,6 @@ FAMILIES = (
     Family("Dots1ForCausalLM", "dots1", _dots1),
     Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie_moe),
     Family("GraniteMoeForCausalLM", "granitemoe", _granite_moe),
+    Family("GptOssForCausalLM", "gpt_oss", _gpt_oss),
     Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2),
 )
