@@ -25,7 +25,7 @@ from bench.record import Setting
 from bench.report import Cells
 from bench.turns import bars
 from pagoda_server.cli.terminal import shown_progress
-from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, WindowTable
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.models import read_config
@@ -112,7 +112,11 @@ def read(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None
 def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None]) -> Tensor:
     """Compute `Reading.logits` by one chunked prefill, with nothing else in the cache."""
     seq = _sequence(0, tokens, max_tokens=0)
-    seq.blocks = BlockTable(range(-(-len(tokens) // runner.info.kv_cache.block_size)))
+    spec, count = runner.info.kv_cache, -(-len(tokens) // runner.info.kv_cache.block_size)
+    tables = [range(start, start + count) for start in range(0, count * len(spec.groups.windows), count)]
+    if tables[-1].stop > runner.info.num_blocks:
+        raise BenchError(f"the KV cache has {runner.info.num_blocks} blocks, not {tables[-1].stop}")
+    seq.blocks = BlockTable(tables[0], windows=map(WindowTable, tables[1:]))
     parts = []
     for start in range(0, len(tokens) - 1, CHUNK_LEN):
         chunk = Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start), samples=False)
@@ -134,6 +138,7 @@ def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Call
         max_num_seqs=len(prompts),
         token_budget=CHUNK_LEN,
         max_model_len=runner.info.max_model_len,
+        windows=runner.info.kv_cache.groups.windows,
         prefix_caching=False,
         clock=time.monotonic,
     )

@@ -102,7 +102,8 @@ class AttentionPlan:
 
     query_start     [num_seqs + 1] int32: sequence i has rows query_start[i] to query_start[i + 1] of the packed queries
     context_len     [num_seqs] int32, tokens in the cache once this step's are stored; the queries are the last of them
-    block_table     [num_seqs, max_blocks] int32; entries beyond a sequence's blocks are not used
+    block_table     [num_seqs, max_blocks] int32; entries beyond a sequence's blocks, and those before the windows of
+                    its queries, may be of any block: they are not read
     sliding_window  the most tokens that a query sees, its own included; None: all
     one_order       a query's sums have the same order in every plan that contains it
     rows            [num_seqs] int32, each sequence's row of `block_table`, which may have more rows; None: sequence i

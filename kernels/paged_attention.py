@@ -68,10 +68,13 @@ def paged_attention(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scorin
         if context == 0:
             continue
         queries = slice(starts[seq], starts[seq + 1])
-        blocks = plan.block_table[rows[seq], : -(-context // kv.block_size)].long()
-        keys = _read(kv.keys, kv.key_scales, blocks)[:context]
-        values = _read(kv.values, kv.value_scales, blocks)[:context]
-        out[queries] = _attend(q[queries], keys, values, plan.sliding_window, scoring)
+        num_queries, window = queries.stop - queries.start, plan.sliding_window
+        first = 0 if window is None else max(0, context - num_queries + 1 - window)  # no query sees what is before
+        first_block = first // kv.block_size
+        blocks = plan.block_table[rows[seq], first_block : -(-context // kv.block_size)].long()
+        seen = slice(first - first_block * kv.block_size, context - first_block * kv.block_size)
+        keys, values = _read(kv.keys, kv.key_scales, blocks)[seen], _read(kv.values, kv.value_scales, blocks)[seen]
+        out[queries] = _attend(q[queries], keys, values, window, scoring)
     return out
 
 

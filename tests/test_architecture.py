@@ -34,6 +34,7 @@ WRITERS = {  # of each part of a sequence that changes after it is made
     "seq.blocks": {"kv.block_tables"},
     "table.num_committed": {"kv.block_tables"},
     "table.num_published": {"kv.prefix_cache"},
+    "table.quota": {"kv.windows"},
 }
 
 

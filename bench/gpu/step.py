@@ -194,6 +194,7 @@ class _Model:
             max_num_seqs=info.limits.max_num_seqs,
             token_budget=info.limits.token_budget,
             max_model_len=info.max_model_len,
+            windows=info.kv_cache.groups.windows,
             prefix_caching=False,
             clock=time.monotonic,
         )

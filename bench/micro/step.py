@@ -39,6 +39,7 @@ def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> 
         max_num_seqs=max(SIZES),
         token_budget=PROMPT,
         max_model_len=runner.info.max_model_len,
+        windows=runner.info.kv_cache.groups.windows,
         prefix_caching=False,
         clock=time.monotonic,
     )

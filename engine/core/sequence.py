@@ -168,6 +168,24 @@ class EndReason(Enum):
     OVERLOADED = "overloaded"
 
 
+class WindowTable(list[int]):
+    """The blocks of a group of layers with a sliding window. It reaches as far as the scheduled steps compute.
+
+    first  entries before this one are numbers of no block: nothing reads them
+    """
+
+    __slots__ = ("first",)
+
+    def __init__(self, blocks: Iterable[int] = (), first: int = 0) -> None:
+        super().__init__(blocks)
+        self.first = first
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it holds, in order."""
+        return self[self.first :]
+
+
 class BlockTable(list[int]):
     """A sequence's KV blocks: block i holds tokens [i * block_size, (i + 1) * block_size).
 
@@ -175,22 +193,25 @@ class BlockTable(list[int]):
     new one. It is a list because every step reads the blocks of every running sequence.
 
     windows        tables of the layers with sliding windows, if they have their own: one for each group of layers
+    quota          blocks that all of `windows` may hold at once
     hashes         addresses of the full blocks that were hashed so far; kept while the sequence holds no blocks
     num_published  leading blocks that are shared or can be found by other sequences; they are never written to
     num_committed  leading tokens that committed steps computed; 0 until the first one since the sequence started
     """
 
-    __slots__ = ("hashes", "num_committed", "num_published", "windows")
+    __slots__ = ("hashes", "num_committed", "num_published", "quota", "windows")
 
     def __init__(
         self,
         blocks: Iterable[int] = (),
         hashes: list[bytes] | None = None,
         num_published: int = 0,
-        windows: Iterable[list[int]] = (),
+        windows: Iterable[WindowTable] = (),
+        quota: int = 0,
     ) -> None:
         super().__init__(blocks)
         self.windows = tuple(windows)
+        self.quota = quota
         self.hashes = [] if hashes is None else hashes
         self.num_published = num_published
         self.num_committed = 0

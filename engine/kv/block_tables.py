@@ -5,15 +5,17 @@ This combines the prefix cache, the prompts that siblings share, copies on write
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ..core.sequence import BlockTable, Request, Sequence
+from ..core.sequence import BlockTable, Request, Sequence, WindowTable
 from ..core.step import Chunk, StepPlan
 from .blocks import BlockPool
 from .host_blocks import HostBlocks
 from .prefix_cache import Prefix, PrefixCache
+from .windows import Windows
 
 
 class BlockTables:
@@ -23,11 +25,12 @@ class BlockTables:
     prefixes  what other sequences can find
     """
 
-    def __init__(self, pool: BlockPool, prefix_caching: bool, host: HostBlocks) -> None:
+    def __init__(self, pool: BlockPool, prefix_caching: bool, host: HostBlocks, windows: Windows) -> None:
         self._pool = pool
         self._host = host
-        self.prefixes = PrefixCache(pool, prefix_caching)
-        self.prompts = SharedPrompts(pool)
+        self._windows = windows
+        self.prefixes = PrefixCache(pool, prefix_caching, windows)
+        self.prompts = SharedPrompts(pool, windows)
         self._copies = BlockCopies(pool)
 
     def ended(self, seq: Sequence) -> list[Sequence]:
@@ -50,28 +53,34 @@ class BlockTables:
         pool = self._pool
         pool.share(prefix.sources)
         num_shared = len(prefix.blocks)
+        windows = tuple(WindowTable(each, each.first) for each in prefix.windows) or self._windows.new_tables()
+        quota = self._windows.start(windows, pool.blocks_for(length))
         after = prefix.blocks[-1] if prefix.blocks else -1
         new = pool.allocate(pool.blocks_for(length) - num_shared, after)
         num_published = num_shared if prefix.num_found is None else prefix.num_found
         hashes = seq.blocks.hashes if prefix.sibling is None else prefix.sibling.blocks.hashes[:num_shared]
-        seq.blocks = BlockTable(prefix.table(new), hashes, num_published)
+        seq.blocks = BlockTable(prefix.table(new), hashes, num_published, windows, quota)
         self._host.started(seq, prefix)
         self._host.taken(new)
         if prefix.partial is not None:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
         if prefix.sibling is None and seq.account.first_scheduled is None and not seq.output_len:
-            pool.note_hit(prefix.sources)
+            for blocks in (prefix.sources, *(each.held for each in windows)):
+                pool.note_hit(blocks)
         self.prompts.started(seq)
         return prefix
 
     def grow(self, seq: Sequence) -> bool:
         """Give a running sequence one more block, if need be one that was held for siblings; False if there is none."""
-        if not self._pool.num_available:
+        needed = 1 + self._windows.growth(seq.blocks) if self._windows else 1
+        if self._pool.num_available < needed:
             self.prompts.release()
-        if not self._pool.num_available:
+        if self._pool.num_available < needed:
             return False
         new = self._pool.allocate(1, after=seq.blocks[-1])
         seq.blocks += new
+        if self._windows:
+            self._windows.grown(seq.blocks)
         self._host.taken(new)
         return True
 
@@ -83,17 +92,31 @@ class BlockTables:
             self._host.computed(seq)
         if num_computed // self._pool.block_size > table.num_published:
             self.prefixes.publish(seq, num_computed)
+        if table.windows:
+            self._windows.passed(table, num_computed)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of so many tokens may hold."""
+        num_columns = self._pool.blocks_for(num_tokens)
+        return num_columns + self._windows.quota(self._windows.new_tables(), num_columns)
+
+    def spare(self, num_running: int) -> int:
+        """Count the available blocks, without one for each table of the running sequences, which they may need next."""
+        return self._pool.num_available - num_running * (1 + len(self._windows))
 
     def leave(self, seq: Sequence) -> None:
         """Take a sequence's blocks back."""
         self._copies.drop(seq.id)
         self._pool.release(seq.blocks)
+        self._windows.leave(seq.blocks)
         seq.blocks = BlockTable(hashes=seq.blocks.hashes)
 
     def plan(self, chunks: list[Chunk]) -> StepPlan:
         """Return a plan of these chunks and of the copies that they need."""
         if not chunks:
             return StepPlan(chunks)
+        if self._windows:
+            self._host.taken(self._windows.cover(chunks))
         if not self._host.num_blocks:
             return StepPlan(chunks, self._copies.plan(chunks))
         return StepPlan(chunks, self._copies.plan(chunks), self._host.saves(), self._host.loads(chunks))
@@ -107,11 +130,13 @@ class BlockTables:
         # also keeps out a sequence that was just preempted: what it gave up, less the block it was given up for, is
         # too little.
         pool = self._pool
-        spare = pool.num_available - num_running
+        spare = self.spare(num_running)
         if spare < 1:
             return None
         prefix = self._host.extend(seq, self.prompts.find(seq) or self.prefixes.match(seq))
-        needed = pool.blocks_for(length) - len(prefix.blocks)
+        needed = (num_columns := pool.blocks_for(length)) - len(prefix.blocks)
+        if self._windows:
+            needed += self._windows.quota(prefix.windows or self._windows.new_tables(), num_columns)
         if needed + pool.num_unreferenced(prefix.sources) <= spare:
             return prefix
         if prefix.partial is None or needed + pool.num_unreferenced(prefix.blocks) > spare:
@@ -122,11 +147,18 @@ class BlockTables:
         """Raise AssertionError unless every block is accounted for and no sequence writes to what another one reads."""
         seqs = list(running)
         tables = [seq.blocks for seq in seqs]
-        self._pool.check_integrity([*tables, *self.prompts.held(), *self._copies.held()])
-        self._host.check_integrity()
-        users = Counter(block for table in tables for block in table)
+        windows = [each.held for table in tables for each in table.windows]
+        self._pool.check_integrity([*tables, *windows, *self.prompts.held(), *self._copies.held()])
+        held = {*itertools.chain(*windows), *(block for each in self.prompts.held_windows() for block in each.held)}
+        pledged = sum(table.quota for table in tables) + sum(len(each.held) for each in self.prompts.held_windows())
+        assert self._pool.num_pledged == pledged - len(held), "the pledges are not those of the windows"
         for seq in seqs:
-            unwritten = seq.blocks[seq.num_computed // self._pool.block_size :]
+            self._windows.check_integrity(seq.blocks, seq.num_computed)
+        self._host.check_integrity()
+        users = Counter(block for table in (*tables, *windows) for block in table)
+        for seq in seqs:
+            first = seq.num_computed // self._pool.block_size
+            unwritten = [block for table in (seq.blocks, *seq.blocks.windows) for block in table[first:]]
             assert all(users[block] == 1 for block in unwritten), f"sequence {seq.id} writes to what others read"
 
 
@@ -180,22 +212,26 @@ class _Siblings:
     first   the sequence that computes the prompt
     others  those that have not started, by id
     blocks  of all of the prompt but its last token, once that is computed: held for `others`
+    windows tables of the layers with sliding windows, likewise
     """
 
     first: Sequence
     others: dict[int, Sequence] = field(default_factory=dict)
     blocks: list[int] | None = None
+    windows: tuple[WindowTable, ...] = ()
 
 
 class SharedPrompts:
     """Requests of several sequences (parallel sampling): one sequence computes the prompt, the others start from it.
 
     A sequence that starts so computes the prompt's last token again, for logits of its own to sample from. The block
-    that this token belongs to, and which the first sequence goes on to fill, is copied; all before it are shared.
+    that this token belongs to, and which the first sequence goes on to fill, is copied; all before it are shared. Where
+    layers have windows of their own, nothing is copied: the sequence computes the tokens of that block again.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, windows: Windows) -> None:
         self._pool = pool
+        self._windows = windows
         self._siblings: dict[Request, _Siblings] = {}  # of requests with sequences that have not started
 
     @property
@@ -226,10 +262,29 @@ class SharedPrompts:
         if siblings is None or siblings.first is not seq:
             return []
         siblings.blocks = seq.blocks[: self._pool.blocks_for(seq.request.prompt_len - 1)]
+        if self._windows:
+            self._hold_windows(siblings, seq.blocks, (seq.request.prompt_len - 1) // self._pool.block_size)
         self._pool.share(siblings.blocks)
         ready = list(siblings.others.values())
         self._forget_if_all_started(seq.request)
         return ready
+
+    def _hold_windows(self, siblings: _Siblings, table: BlockTable, count: int) -> None:
+        """Hold the first `count` blocks, with what the windows see behind them; nothing if that is not there."""
+        firsts = self._windows.firsts(count * self._pool.block_size)
+        held = tuple(
+            WindowTable([*([0] * first), *each[first:count]], first)
+            for each, first in zip(table.windows, firsts, strict=True)
+        )
+        is_there = all(each.first <= first for each, first in zip(table.windows, firsts, strict=True))
+        num_held = sum(len(each.held) for each in held)
+        if not is_there or num_held > self._pool.num_available:
+            siblings.blocks = []
+            return
+        siblings.blocks, siblings.windows = table[:count], held
+        self._pool.pledge(num_held)
+        for each in held:
+            self._pool.share_pledged(each.held)
 
     def find(self, seq: Sequence) -> Prefix | None:
         """Return what the first sequence computed of the prompt, for a sibling that has not started."""
@@ -238,6 +293,10 @@ class SharedPrompts:
             return None
         shared_len = seq.request.prompt_len - 1
         full, rest = divmod(shared_len, self._pool.block_size)
+        if self._windows:
+            return Prefix(
+                full * self._pool.block_size, siblings.blocks, sibling=siblings.first, windows=siblings.windows
+            )
         return Prefix(shared_len, siblings.blocks[:full], siblings.blocks[full] if rest else None, siblings.first)
 
     def started(self, seq: Sequence) -> None:
@@ -273,9 +332,17 @@ class SharedPrompts:
     def held(self) -> Iterator[list[int]]:
         """Yield a list like a block table for each request."""
         yield from (siblings.blocks for siblings in self._siblings.values() if siblings.blocks)
+        yield from (each.held for each in self.held_windows())
+
+    def held_windows(self) -> Iterator[WindowTable]:
+        for siblings in self._siblings.values():
+            yield from siblings.windows
 
     def _forget_if_all_started(self, request: Request) -> None:
         siblings = self._siblings[request]
         if not siblings.others:
             del self._siblings[request]
             self._pool.release(siblings.blocks or [])
+            for each in siblings.windows:
+                self._pool.release_pledged(each.held)
+                self._pool.pledge(-len(each.held))

@@ -61,6 +61,7 @@ class BlockPool:
         # Whole stretches of cached content are evicted ahead of need, up to so many blocks, for sequences that start.
         self._most_ahead = num_blocks // 32 if self._free.stretch > 1 else 0
         self._evictable = EvictionOrder(num_blocks)
+        self.num_pledged = 0  # blocks that are not referenced, but may only be drawn: see windows.py
 
     @property
     def num_free(self) -> int:
@@ -72,11 +73,16 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        return self._free.num_free + len(self._evictable)
+        """Blocks that may be taken: free or evictable, and pledged to no sequence."""
+        return self._free.num_free + len(self._evictable) - self.num_pledged
 
     @property
     def num_referenced(self) -> int:
-        return self.num_blocks - self.num_available
+        return self.num_blocks - self._num_unreferenced
+
+    @property
+    def _num_unreferenced(self) -> int:
+        return self._free.num_free + len(self._evictable)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -94,6 +100,27 @@ class BlockPool:
             self._references[after] = 1
             taken.append(after)
         return taken
+
+    def pledge(self, count: int) -> None:
+        """Keep so many more blocks for sequences that run; fewer, if it is negative. The caller has checked."""
+        self.num_pledged += count
+
+    def draw(self, count: int, after: int) -> list[int]:
+        """`allocate` blocks that are pledged."""
+        self.num_pledged -= count
+        return self.allocate(count, after)
+
+    def share_pledged(self, blocks: Iterable[int]) -> None:
+        """`share`, on a pledge, what is available."""
+        before = self._num_unreferenced
+        self.share(blocks)
+        self.num_pledged -= before - self._num_unreferenced
+
+    def release_pledged(self, blocks: Sequence[int]) -> None:
+        """`release` blocks that are pledged again."""
+        before = self._num_unreferenced
+        self.release(blocks)
+        self.num_pledged += self._num_unreferenced - before
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest cached run of these addresses. Nothing changes until `share`."""
@@ -182,6 +209,7 @@ class BlockPool:
         assert len(free) + len(evictable) + len(used) == self.num_blocks, (
             f"{len(free)} free + {len(evictable)} evictable + {len(used)} referenced != {self.num_blocks} blocks"
         )
+        assert 0 <= self.num_pledged <= self._num_unreferenced, f"{self.num_pledged} blocks are pledged"
         for block, references in enumerate(self._references):
             assert references == used[block], f"block {block}: {references} references, in {used[block]} block tables"
         for block_hash, block in self._block_of.items():

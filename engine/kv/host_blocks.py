@@ -76,6 +76,8 @@ class HostBlocks:
         self._loads.pop(seq.id, None)
         if not seq.blocks.num_committed:  # nothing is new since it started, and what it started from is still kept
             return
+        if seq.blocks.windows:  # what lies behind the windows is gone, so only all of the rest would be of use
+            return
         if not seq.cacheable_len:  # it will compute everything again, to read it
             return
         blocks = seq.blocks[: -(-seq.blocks.num_committed // self._block_size)]

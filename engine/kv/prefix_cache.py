@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from ..core.sequence import Sequence
+from ..core.sequence import Sequence, WindowTable
 from .blocks import BlockPool, chain_hash, chain_hashes
+from .windows import Windows
 
 LEAST_BLOCK_SIZE = 8  # what a prompt shares of a smaller block takes less time to compute than to find and copy
 _MOST_OF_A_HEAD = 4
@@ -19,6 +20,7 @@ class Prefix:
 
     num_tokens  how many
     blocks      full ones, to be shared
+    windows     tables of the layers with sliding windows: the blocks that the next queries see
     partial     the block that holds the rest, if any, to be copied
     sibling     the sequence of the same request that computed it; None: it was found by its content
     loads       positions in the block table, between and behind `blocks`, and the host blocks to be copied there
@@ -31,6 +33,7 @@ class Prefix:
     sibling: Sequence | None = None
     loads: list[tuple[int, int]] = field(default_factory=list)
     num_found: int | None = None
+    windows: tuple[WindowTable, ...] = ()
 
     @property
     def sources(self) -> list[int]:
@@ -54,10 +57,11 @@ class Prefix:
 class PrefixCache:
     """The addresses of sequences' full blocks in a pool. Nothing is found or published where not `enabled`."""
 
-    def __init__(self, pool: BlockPool, enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, enabled: bool, windows: Windows) -> None:
         self._pool = pool
         self._enabled = enabled
-        self._heads = BlockHeads(pool) if pool.block_size >= LEAST_BLOCK_SIZE else None
+        self._windows = windows
+        self._heads = BlockHeads(pool) if pool.block_size >= LEAST_BLOCK_SIZE and not windows else None
 
     def match(self, seq: Sequence) -> Prefix:
         """Find what is cached of a sequence, as far as it may start from that."""
@@ -66,6 +70,8 @@ class PrefixCache:
         size, usable_len, hashes = self._pool.block_size, seq.cacheable_len, seq.blocks.hashes
         self._extend_hashes(seq, usable_len // size)
         blocks = self._pool.match(hashes[: usable_len // size])
+        if self._windows:
+            return self._match_windows(hashes, blocks)
         start = len(blocks) * size
         previous = hashes[len(blocks) - 1] if blocks else seq.request.cache_root
         rest = seq.tokens[start : min(start + size, usable_len)]
@@ -74,6 +80,23 @@ class PrefixCache:
             found.append(self._heads.find(previous, rest))
         partial, num_common = max(filter(None, found), key=lambda each: each[1], default=(None, 0))
         return Prefix(start + num_common, blocks, partial)
+
+    def _match_windows(self, hashes: list[bytes], blocks: list[int]) -> Prefix:
+        """Return the longest part of a cached prefix before which the blocks inside each window are cached, too."""
+        count, tables = len(blocks), list[WindowTable]()
+        while len(tables) < len(self._windows):
+            group = len(tables)
+            first = self._windows.firsts(count * self._pool.block_size)[group]
+            found: list[int] = []
+            for index in range(count - 1, first - 1, -1):
+                block = self._pool.match([_address(hashes[index], group)])
+                if not block:  # every prefix that ends behind this block, up to here, lacks it
+                    count, tables = index, []
+                    break
+                found += block
+            else:
+                tables.append(WindowTable([0] * first + found[::-1], first))
+        return Prefix(count * self._pool.block_size, blocks[:count], windows=tuple(tables))
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Let other sequences find the blocks that are full now that this many leading tokens are computed."""
@@ -87,13 +110,16 @@ class PrefixCache:
             if self._pool.publish(table[index], address) and self._heads is not None:
                 previous = table.hashes[index - 1] if index else seq.request.cache_root
                 self._heads.publish(previous, address, seq.tokens[index * size : (index + 1) * size])
+            for group, window in enumerate(table.windows):
+                if index >= window.first:
+                    self._pool.publish(window[index], _address(address, group))
         table.num_published = full
 
     def publish_begun(self, seq: Sequence) -> None:
         """Let sequences that continue this one, which is about to end, find the block that it has begun."""
         size, table = self._pool.block_size, seq.blocks
         full, rest = divmod(table.num_committed, size)
-        if not rest or not self._serves(seq):
+        if not rest or self._windows or not self._serves(seq):
             return
         self._extend_hashes(seq, full)
         previous = table.hashes[full - 1] if full else seq.request.cache_root
@@ -114,6 +140,11 @@ class PrefixCache:
 
     def _serves(self, seq: Sequence) -> bool:
         return self._enabled and not seq.request.bypass_cache
+
+
+def _address(block_hash: bytes, group: int) -> bytes:
+    """Return the address of a block of a group of layers with a window, given that of the other block."""
+    return block_hash + group.to_bytes(2, "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,6 @@ def _compute_alone(runner: Runner, chunk: Chunk, plan: StepPlan) -> Sampled:
     """Compute one chunk with its own copies and loads. Saves are not repeated, as their blocks may have changed."""
     if chunk.seq.state is not State.RUNNING:  # it ended, or gave up its blocks, after the step was scheduled
         return Sampled([-1], [None])
-    own = set(chunk.seq.blocks) if plan.copies or plan.loads else set()
+    own = set(chunk.seq.blocks).union(*chunk.seq.blocks.windows) if plan.copies or plan.loads else set()
     copies = [pair for pair in plan.copies if pair[1] in own]
     return runner.launch(StepPlan([chunk], copies, loads=[pair for pair in plan.loads if pair[1] in own])).result()

@@ -55,7 +55,7 @@ class LoadedModel:
 
     def info(self, num_blocks: int, settings: EngineConfig) -> RunnerInfo:
         """Describes the model with a cache of this size. Raises ConfigError if that is too small."""
-        wanted_len = settings.max_model_len
+        wanted_len, limits = settings.max_model_len, settings.step_limits(self.device.type)
         config = self.model.config
         return RunnerInfo(
             model=self.name,
@@ -65,11 +65,11 @@ class LoadedModel:
             kernel_backend=str(self.ops),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            max_model_len=longest_cached(self.longest, num_blocks * self.spec.block_size, wanted_len),
+            max_model_len=longest_cached(self.longest, self.spec.longest(num_blocks, limits.token_budget), wanted_len),
             weight_bytes=self.model.weight_bytes,
             kv_cache=self.spec,
             num_blocks=num_blocks,
-            limits=settings.step_limits(self.device.type),
+            limits=limits,
             num_host_blocks=count_host_blocks(self.spec, settings.host_kv_gb),
             instruction_set=instruction_set() if self.device.type == "cpu" else "",
         )
@@ -114,7 +114,7 @@ def load_for_serving(
             loaded.tabulate_rotations(longest)
     cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     spec = KVCacheSpec(
-        LayerGroups.one(model.num_layers),
+        LayerGroups.of(model.windows, longest),
         model.num_kv_heads,
         model.head_dim,
         cache_dtype.itemsize,

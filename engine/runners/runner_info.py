@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ...settings.engine import StepLimits
 from ..core.errors import ConfigError
 from ..core.layer_groups import LayerGroups
+from ..kv.windows import longest_held
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class KVCacheSpec:
     @property
     def bytes_per_block(self) -> int:
         return self.groups.size * self._layer_bytes * self.block_size
+
+    def longest(self, num_blocks: int, token_budget: int) -> int:
+        """How many tokens of one sequence so many blocks hold, with steps of this budget."""
+        return longest_held(num_blocks, self.groups.windows, token_budget, self.block_size)
 
     @property
     def _layer_bytes(self) -> int:
@@ -91,4 +96,5 @@ class RunnerInfo:
 
     @property
     def token_capacity(self) -> int:
-        return self.num_blocks * self.kv_cache.block_size
+        """The tokens of the longest sequence that the cache holds."""
+        return self.kv_cache.longest(self.num_blocks, self.limits.token_budget)

@@ -1,8 +1,9 @@
 """A model without weights, for tests of everything else: scheduler, blocks, loop, channel and router.
 
 Each slot of its cache holds one number, a checksum of the sequence up to that position. A checksum is computed from the
-one before it, which is read through the block table, and the next token follows from the last checksum. A single wrong
-block, slot or position therefore changes every later token. `expected_tokens` computes the right ones. A token mask
+one before it, which is read through the block table, and the next token follows from the last checksum. Where layers
+have sliding windows, what they see must be there, too. A single wrong block, slot or position therefore changes every
+later token. `expected_tokens` computes the right ones. A token mask
 leaves the choice to the checksum too, among what it allows.
 """
 
@@ -17,7 +18,7 @@ from functools import partial
 from ...settings.engine import EngineConfig
 from ..core.errors import ConfigError
 from ..core.layer_groups import LayerGroups
-from ..core.sequence import Sequence, TokenMask
+from ..core.sequence import BlockTable, Sequence, TokenMask
 from ..core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from .late_masks import read_masks
 from .runner_info import KVCacheSpec, RunnerInfo, count_blocks, count_host_blocks
@@ -134,7 +135,8 @@ class SyntheticRunner:
         self.lookahead = lookahead
         self.max_choices = info.limits.token_budget
         self._block_size = info.kv_cache.block_size
-        self._cache = [_POISON] * info.token_capacity
+        self._windows = info.kv_cache.groups.windows[1:]
+        self._cache = [_POISON] * (info.num_blocks * self._block_size)
         self._host = [_POISON] * (info.num_host_blocks * self._block_size)
         self._step_time = step_time
         self._chosen: dict[int, int] = {}  # by sequence: its token in the last step
@@ -163,9 +165,11 @@ class SyntheticRunner:
             checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
             if checksum == _POISON:
                 raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
+            if self._windows and not self._windows_hold(seq.blocks, chunk.start):
+                checksum = advance(checksum, 0)
             for position in range(chunk.start, chunk.end - len(chunk.drafts)):
                 checksum = advance(checksum, self._token(chunk, position))
-                self._cache[self._slot(seq.blocks, position)] = checksum
+                self._store(seq.blocks, position, checksum)
             if seq.reads(chunk.start, chunk.end):
                 readings[index] = self._read(chunk)
             if chunk.samples and index not in postponed:
@@ -208,7 +212,7 @@ class SyntheticRunner:
         for position, draft in enumerate(chunk.drafts, chunk.end - len(chunk.drafts)):
             is_accepted = token >= 0 and draft == token
             checksum = advance(checksum, draft)
-            self._cache[self._slot(chunk.seq.blocks, position)] = checksum
+            self._store(chunk.seq.blocks, position, checksum)
             token = -1
             tokens.append(draft)
             if is_accepted and _has_mask(chunk.seq, tokens):
@@ -225,6 +229,21 @@ class SyntheticRunner:
             cache[target * size : (target + 1) * size] = host[source * size : (source + 1) * size]
         for source, target in plan.copies:
             cache[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
+
+    def _store(self, blocks: BlockTable, position: int, checksum: int) -> None:
+        """Write a checksum to the position's slot of each group of layers."""
+        self._cache[self._slot(blocks, position)] = checksum
+        for table in blocks.windows:
+            self._cache[self._slot(table, position)] = checksum
+
+    def _windows_hold(self, blocks: BlockTable, start: int) -> bool:
+        """Return whether all that a query at this position sees through a window is what layers without one see."""
+        return all(
+            self._cache[self._slot(table, position)] == self._cache[self._slot(blocks, position)]
+            for table, window in zip(blocks.windows, self._windows, strict=True)
+            if window is not None
+            for position in range(max(0, start - window + 1), start)
+        )
 
     def _token(self, chunk: Chunk, position: int) -> int:
         tokens = chunk.seq.tokens

@@ -45,6 +45,7 @@ from ..drafting import Speculation
 from ..kv.block_tables import BlockTables
 from ..kv.blocks import BlockPool
 from ..kv.host_blocks import HostBlocks
+from ..kv.windows import Windows, longest_held
 from ..timing.cost_model import CostModel
 from .expiry import Deadlines
 from .pacing import Pacing
@@ -62,6 +63,7 @@ class Scheduler:
     max_num_seqs   sequences that run at once
     token_budget   tokens of one step, decodes included; more than max_num_seqs
     max_model_len  prompt + output of one sequence
+    windows        of each group of layers (engine/core/layer_groups.py)
     clock          seconds, monotonic
     policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
     target_itl_s   how long a step that holds decodes should take at most; None: no such target
@@ -77,6 +79,7 @@ class Scheduler:
         token_budget: int,
         max_model_len: int,
         clock: Callable[[], float],
+        windows: Iterable[int | None] = (None,),
         prefix_caching: bool = True,
         policy: PolicyName = "priority",
         ageing_s: float = 60.0,
@@ -101,7 +104,9 @@ class Scheduler:
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
-        self._tables = BlockTables(pool, prefix_caching, self.host)
+        apart = [window for window in windows if window is not None]
+        self._capacity = longest_held(pool.num_blocks, [None, *apart], token_budget, pool.block_size)
+        self._tables = BlockTables(pool, prefix_caching, self.host, Windows(pool, apart, token_budget))
         self._deadlines = Deadlines(self.costs, self._tables.num_cached)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
@@ -121,9 +126,8 @@ class Scheduler:
             detail = f"prompt of {seq.num_tokens} tokens, the limit is {seq.max_len - 1}"
             self._end(seq, EndReason.REJECTED, detail=detail)
             return
-        capacity = self.pool.num_blocks * self.pool.block_size
-        if seq.max_len > capacity:
-            detail = f"up to {seq.max_len} tokens, the KV cache holds {capacity}"
+        if seq.max_len > self._capacity:
+            detail = f"up to {seq.max_len} tokens, the KV cache holds {self._capacity}"
             self._end(seq, EndReason.REJECTED, detail=detail)
             return
         if not self._tables.prompts.park(seq):
@@ -159,7 +163,12 @@ class Scheduler:
         """Slots of running sequences' blocks beyond their tokens, computed or not. Blocks that are shared are full."""
         size = self.pool.block_size
         return sum(
-            [spare for seq in self.running if (spare := len(seq.blocks) * size - len(seq.tokens) - seq.num_pending) > 0]
+            [
+                spare
+                for seq in self.running
+                for table in (seq.blocks, *seq.blocks.windows)
+                if (spare := len(table) * size - len(seq.tokens) - seq.num_pending) > 0
+            ]
         )
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -248,7 +257,7 @@ class Scheduler:
         for chunk, drafts in proposed:
             seq = chunk.seq
             while seq.num_tokens + len(drafts) > len(seq.blocks) * self.pool.block_size:
-                if self.pool.num_available <= len(self.running) or not self._tables.grow(seq):
+                if self._tables.spare(len(self.running)) <= 0 or not self._tables.grow(seq):
                     break
             chunk.drafts = tuple(drafts[: len(seq.blocks) * self.pool.block_size - seq.num_tokens])
             chunk.length += len(chunk.drafts)
@@ -366,8 +375,8 @@ class Scheduler:
         """Preempt one of the outranked sequences for `seq`, if preempting all of them would let it start."""
         lower[:] = [other for other in lower if other.state is State.RUNNING]
         num_left = len(self.running) - len(lower)
-        room = self.pool.num_available - num_left + sum(num_freed(other, self.pool) for other in lower)
-        if not lower or self.pool.blocks_for(seq.num_tokens) + 1 > room:
+        room = self._tables.spare(num_left) + sum(num_freed(other, self.pool) for other in lower)
+        if not lower or self._tables.blocks_for(seq.num_tokens) + 1 > room:
             return False
         self._preempt(choose_victim(lower, self.waiting.rank, self.pool))
         return True

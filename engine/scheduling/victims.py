@@ -16,7 +16,7 @@ from ..kv.blocks import BlockPool
 
 def num_freed(seq: Sequence, pool: BlockPool) -> int:
     """Count the blocks that are available once a sequence has given up its own."""
-    return len(seq.blocks) - pool.num_shared(seq.blocks)
+    return len(seq.blocks) - pool.num_shared(seq.blocks) + seq.blocks.quota
 
 
 def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], float], pool: BlockPool) -> Sequence:
@@ -25,7 +25,7 @@ def choose_victim(candidates: Iterable[Sequence], rank: Callable[[Sequence], flo
     def cost(seq: Sequence) -> tuple[float, float]:
         freed = num_freed(seq, pool)
         unused = len(seq.blocks) * pool.block_size - seq.num_computed
-        wasted = max(0, freed * pool.block_size - unused)
+        wasted = max(0, (freed - seq.blocks.quota) * pool.block_size - unused)
         return rank(seq), wasted / freed if freed else float("inf")
 
     return min(reversed(list(candidates)), key=cost)

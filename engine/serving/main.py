@@ -112,6 +112,7 @@ async def _serve(
             max_num_seqs=info.limits.max_num_seqs,
             token_budget=info.limits.token_budget,
             max_model_len=info.max_model_len,
+            windows=info.kv_cache.groups.windows,
             prefix_caching=config.prefix_caching,
             clock=time.monotonic,
             policy=config.policy,

@@ -8,6 +8,7 @@ constexpr int64_t PARTIAL_ROOM = 4 << 20;  // floats of partial results at a tim
 // Access through it takes the same time for any block size.
 struct TokenOffsets {
     int64_t count = 0;
+    int64_t unseen = 0;  // the first ones, which lie before the windows of all queries: they must not be read
     int64_t at[SPLIT];
 
     TokenOffsets() = default;

@@ -61,7 +61,7 @@ struct Tile {
     float tops[ROW_TILE], totals[ROW_TILE];
 };
 
-// Loads the keys and values of these tokens, and zeros up to the next multiple of LANES.
+// Loads the keys and values of these tokens, and zeros for unseen ones and up to the next multiple of LANES.
 template <int V, typename T>
 void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets& tokens) {
     constexpr int64_t HEAD_DIM = V * LANES;
@@ -69,9 +69,10 @@ void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets
         int64_t count = std::min<int64_t>(LANES, tokens.count - first);
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
             Floats rows[LANES];
-            for (int64_t i = 0; i < LANES; i++) {  // the content of slots past the last token must not reach a product
-                rows[i] = i < count ? load(keys + tokens.at[first + i] + d) : Floats{};
-                Floats value = i < count ? load(values + tokens.at[first + i] + d) : Floats{};
+            for (int64_t i = 0; i < LANES; i++) {  // the content of other slots must not reach a product
+                bool is_key = i < count && first + i >= tokens.unseen;
+                rows[i] = is_key ? load(keys + tokens.at[first + i] + d) : Floats{};
+                Floats value = is_key ? load(values + tokens.at[first + i] + d) : Floats{};
                 store(tile.values + (first + i) * HEAD_DIM + d, value);
             }
             transpose(rows);
@@ -126,12 +127,16 @@ struct TileRows {
         return ((args.query_start[seq] + first + row / heads) * args.num_heads + first_head + row % heads) * args.head_dim;
     }
 
+    int64_t first_key() const { return std::max<int64_t>(0, first_position - window + 1); }
+
     // The first token of the first tile of keys that some row sees.
-    int64_t begin() const { return std::max<int64_t>(0, first_position - window + 1) / KEY_TILE * KEY_TILE; }
+    int64_t begin() const { return first_key() / KEY_TILE * KEY_TILE; }
 
     TokenOffsets tokens(int64_t from) const {
         const int32_t* blocks = args.block_table + seq * args.max_blocks;
-        return {blocks, args.block_size, args.num_kv_heads * args.head_dim, from, std::min(from + KEY_TILE, end)};
+        TokenOffsets tokens(blocks, args.block_size, args.num_kv_heads * args.head_dim, from, std::min(from + KEY_TILE, end));
+        tokens.unseen = first_key() - from;
+        return tokens;
     }
 };
 

@@ -17,13 +17,13 @@ struct MatrixTile {
     float tops[ROW_TILE], totals[ROW_TILE];
 };
 
-// Loads the keys and values of these tokens, and zeros up to the next multiple of DEPTH: the content of slots past the last
-// token must not reach a product.
+// Loads the keys and values of these tokens, and zeros for unseen ones and up to the next multiple of DEPTH: the content of
+// other slots must not reach a product.
 template <int V>
 void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const TokenOffsets& tokens) {
     constexpr int64_t HEAD_DIM = V * LANES;
     auto load_dims = [&](const bf16* from, int64_t token, int64_t d) {
-        if (token >= tokens.count) return _mm512_setzero_si512();
+        if (token < tokens.unseen || token >= tokens.count) return _mm512_setzero_si512();
         __mmask32 inside = HEAD_DIM - d >= DEPTH ? 0xffffffff : 0xffff;
         return _mm512_maskz_loadu_epi16(inside, from + tokens.at[token] + d);
     };

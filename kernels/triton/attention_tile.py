@@ -174,6 +174,8 @@ def attend_keys(
     """
     key = start + tl.arange(0, TILE)
     is_key = key < end
+    if WINDOW:
+        is_key &= key > first_position - WINDOW
     token = find_tokens(table_ptr, key, is_key, kv_head, BLOCK_SIZE, KV_HEADS)
     scores = score_tile(q, token, is_key, keys_ptr, key_scales_ptr, HEAD_DIM, DIM, CAP)
     if start + TILE > first_position + 1:

@@ -24,10 +24,16 @@ VOCAB_SIZE = 258
 
 
 def synthetic_runner(
-    num_blocks: int, block_size: int, lookahead: int = 0, num_host_blocks: int = 0, copy_s: float = 0.0
+    num_blocks: int,
+    block_size: int,
+    lookahead: int = 0,
+    num_host_blocks: int = 0,
+    copy_s: float = 0.0,
+    windows: tuple[int | None, ...] = (None,),
 ) -> SyntheticRunner:
-    """Make a synthetic runner. Copying a block to or from host memory takes `copy_s`."""
-    spec = KVCacheSpec(groups=LayerGroups.one(1), num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
+    """Make a synthetic runner, with a layer for each of `windows`. Copying a block of host memory takes `copy_s`."""
+    groups = LayerGroups(1, windows, tuple((group, 0) for group in range(len(windows))))
+    spec = KVCacheSpec(groups=groups, num_kv_heads=1, head_dim=1, element_bytes=4, block_size=block_size)
     info = RunnerInfo(
         model="synthetic",
         architecture="synthetic",
@@ -82,11 +88,14 @@ class ContentCheckingRunner(SyntheticRunner):
             expected = self._expected.setdefault(chunk.seq.id, [])
             while len(expected) < chunk.start:
                 expected.append(advance(expected[-1] if expected else 0, tokens[len(expected)]))
-            for at in range(0, chunk.start, size):
-                slots = range(at, min(at + size, chunk.start))
-                found = [self._cache[self._slot(chunk.seq.blocks, slot)] for slot in slots]
-                if found != expected[at : slots.stop]:
-                    raise WrongContent(f"sequence {chunk.seq.id}: block {at // size} of its table is another's")
+            table = chunk.seq.blocks
+            for blocks, window in zip((table, *table.windows), (None, *self._windows), strict=True):
+                seen = 0 if window is None else max(0, chunk.start - window + 1)
+                for at in range(seen, chunk.start, size):
+                    slots = range(at, min(at + size, chunk.start))
+                    found = [self._cache[self._slot(blocks, slot)] for slot in slots]
+                    if found != expected[at : slots.stop]:
+                        raise WrongContent(f"sequence {chunk.seq.id}: block {at // size} of its table is another's")
 
 
 class Rules(TypedDict, total=False):
@@ -130,10 +139,12 @@ class SteppedEngine:
         host_blocks: int = 0,
         copy_s: float = 0.0,
         speculation: Speculation | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         """
         step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
         copy_s     how long a copy of a block to or from host memory takes
+        windows    of each group of layers
         """
         self.now = 0.0
         self.step_time = step_time
@@ -151,9 +162,10 @@ class SteppedEngine:
             target_itl_s=target_itl_s,
             num_host_blocks=host_blocks,
             speculation=speculation,
+            windows=windows,
         )
         self.copy_s = copy_s
-        self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s)
+        self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s, windows)
         self.steps = StepsInFlight(self.scheduler, self.runner)
         self.outputs: dict[int, list[int]] = {}
         self.arrived_with: dict[int, int] = {}  # tokens

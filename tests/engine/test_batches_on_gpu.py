@@ -115,6 +115,7 @@ def generate(
         max_num_seqs=at_once,
         token_budget=runner.info.limits.token_budget,
         max_model_len=runner.info.max_model_len,
+        windows=runner.info.kv_cache.groups.windows,
         prefix_caching=False,
         clock=time.monotonic,
     )

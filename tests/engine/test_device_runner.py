@@ -85,6 +85,7 @@ class Served:
         block_size: int = 4,
         speculation: Speculation | None = None,
     ) -> None:
+        info = getattr(runner, "info", None)
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -95,6 +96,7 @@ class Served:
             prefix_caching=prefix_caching,
             num_host_blocks=host_blocks,
             speculation=speculation,
+            windows=info.kv_cache.groups.windows if info else (None,),
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []

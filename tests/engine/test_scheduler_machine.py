@@ -57,6 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     prefix_caching = True
     block_size = 4  # from 8 on, blocks are also found by their first tokens, and copied
     host_blocks = 0
+    windows: tuple[int | None, ...] = (None,)
+    num_blocks = 0  # of the pool; 0: 80 tokens
     num_extra = 0  # preemptions that no bound speaks of
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.speculation.is_on = False
         # Small enough that sequences are preempted, large enough for any one of them.
         self.engine = SteppedEngine(
-            num_blocks=80 // self.block_size,
+            num_blocks=self.num_blocks or 80 // self.block_size,
             block_size=self.block_size,
             max_num_seqs=6,
             token_budget=11,
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             host_blocks=self.host_blocks,
             copy_s=0.01,
             speculation=self.speculation,
+            windows=self.windows,
         )
         self.seqs = []
         self.gate, self.dice, self.late_chance = threading.Event(), Random(0), 0.0
@@ -284,6 +287,38 @@ class HostUnreliableUncachedMachine(HostUnreliableMachine):
     prefix_caching = False
 
 
+class Windows:
+    """Most layers have a sliding window, and block tables of their own."""
+
+    windows = (None, 9, 9)
+    num_blocks = 15 + 2 * 11 + 12  # for the longest sequence, and a little more
+
+
+class WindowMachine(Windows, SchedulerMachine):
+    pass
+
+
+class WindowOverlapMachine(Windows, OverlapMachine):
+    windows = (None, 5, 17)
+    block_size = 4
+
+
+class WindowUncachedMachine(Windows, UncachedMachine):
+    lookahead = 1
+
+
+class WindowUnreliableMachine(Windows, UnreliableMachine):
+    block_size = 4
+
+
+class WindowHostMachine(Windows, HostOverlapMachine):
+    host_blocks = 40
+
+
+class WindowHostUnreliableMachine(Windows, HostUnreliableMachine):
+    block_size = 4
+
+
 TestContinuous = SchedulerMachine.TestCase
 TestOverlap = OverlapMachine.TestCase
 TestUnreliable = UnreliableMachine.TestCase
@@ -296,6 +331,12 @@ TestHostOverlap = HostOverlapMachine.TestCase
 TestHostUncached = HostUncachedMachine.TestCase
 TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
+TestWindow = WindowMachine.TestCase
+TestWindowOverlap = WindowOverlapMachine.TestCase
+TestWindowUncached = WindowUncachedMachine.TestCase
+TestWindowUnreliable = WindowUnreliableMachine.TestCase
+TestWindowHost = WindowHostMachine.TestCase
+TestWindowHostUnreliable = WindowHostUnreliableMachine.TestCase
 EXAMPLES = int(os.environ.get("PAGODA_TEST_EXAMPLES", "1"))  # .ci/run tries more of them
 
 
@@ -304,6 +345,9 @@ def examples(count: int) -> settings:
 
 
 TestContinuous.settings = TestOverlap.settings = examples(20)
+TestWindow.settings = TestWindowOverlap.settings = examples(14)
+TestWindowUncached.settings = TestWindowUnreliable.settings = examples(8)
+TestWindowHost.settings = TestWindowHostUnreliable.settings = examples(8)
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.settings = TestUnreliable.settings = (
     examples(14)
 )

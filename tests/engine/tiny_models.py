@@ -64,7 +64,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, WindowTable
 from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings.engine import EngineConfig
@@ -371,7 +371,7 @@ class ShuffledBlocks:
         self._num_sequences += 1
         seq = Sequence(self._num_sequences, list(prompt), Request(len(prompt)), params)
         seq.blocks = BlockTable(
-            self._take(num_blocks), windows=[self._take(num_blocks) for _ in range(self._num_windows)]
+            self._take(num_blocks), windows=[WindowTable(self._take(num_blocks)) for _ in range(self._num_windows)]
         )
         return seq
 

@@ -28,7 +28,7 @@ SPLIT = 256  # tokens after which compiled code splits the context of a decode
 
 @dataclass(frozen=True)
 class Batch:
-    """Random sequences of (context, queries), with shuffled pages and NaN in all other slots.
+    """Random sequences of (context, queries), with shuffled pages and NaN in all slots that no query sees.
 
     pages    dtype of the pages where that is another: their keys and values have scales
     softcap  as in Scoring
@@ -77,7 +77,9 @@ class Batch:
             q = torch.randn(num_queries, self.heads, self.head_dim).to(self.dtype)
             kv = torch.randn(2, context, self.kv_heads, self.head_dim).to(self.page_dtype)
             scale = torch.rand(2, context, self.kv_heads) + 0.5
-            for position in range(context):
+            first = 0 if self.window is None else max(0, context - num_queries - self.window + 1)
+            block_table[seq, : first // self.block_size] = free[0]  # given back: no query sees what is before
+            for position in range(first, context):
                 block, offset = blocks[position // self.block_size], position % self.block_size
                 pages[:, block, offset] = kv[:, position]
                 scales[:, block, offset] = scale[:, position]

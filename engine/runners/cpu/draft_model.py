@@ -10,7 +10,7 @@ from pathlib import Path
 from ....checkpoints.progress import Progress, no_progress
 from ....settings.engine import EngineConfig
 from ...core.errors import ConfigError
-from ...core.sequence import BlockTable, Sequence
+from ...core.sequence import BlockTable, Sequence, WindowTable
 from ...core.step import Chunk, StepPlan
 from ...kv.blocks import BlockPool
 from .runner import ModelRunner
@@ -40,6 +40,7 @@ class DraftModel:
                 f"--draft-model {folder.name}: its vocabulary has {info.vocab_size} ids, not {vocab_size}"
             )
         self._pool = BlockPool(info.num_blocks, info.kv_cache.block_size)
+        self._num_windows = len(info.kv_cache.groups.windows) - 1  # groups of layers, which keep all their blocks here
         self._mirrors: dict[int, Sequence] = {}  # by sequence, the one that drafted last at the end
         self.token_s = 0.0
         self._is_first = False  # one of the steps that are being computed was the first of its shape
@@ -74,7 +75,11 @@ class DraftModel:
     def forget(self, seq: Sequence) -> None:
         mirror = self._mirrors.pop(seq.id, None)
         if mirror is not None:
-            self._pool.release(mirror.blocks)
+            self._release(mirror)
+
+    def _release(self, mirror: Sequence) -> None:
+        for table in (mirror.blocks, *mirror.blocks.windows):
+            self._pool.release(table)
 
     def _compute(self, *chunks: Chunk) -> int:
         """Compute chunks of one sequence; return the token that it chooses, or -1."""
@@ -89,7 +94,7 @@ class DraftModel:
         mirror = self._mirrors.pop(seq.id, None)
         if mirror is None or mirror.request is not seq.request:
             if mirror is not None:
-                self._pool.release(mirror.blocks)
+                self._release(mirror)
             mirror = Sequence(seq.id, [], seq.request, replace(seq.params, logprobs=None), seq.token_mask)
         self._mirrors[seq.id] = mirror
         # Drafts that were refused are the only tokens of the mirror that may differ.
@@ -102,17 +107,20 @@ class DraftModel:
 
     def _has_blocks(self, mirror: Sequence, length: int) -> bool:
         """Give a mirror blocks for so many tokens, if need be those of sequences that have not drafted for longest."""
-        needed = self._pool.blocks_for(length) - len(mirror.blocks)
+        count = self._pool.blocks_for(length) - len(mirror.blocks)
+        needed = count * (1 + self._num_windows)
         for id, other in list(self._mirrors.items()):
             if needed <= self._pool.num_available:
                 break
             if other is not mirror:
-                self._pool.release(other.blocks)
+                self._release(other)
                 del self._mirrors[id]
         if needed > self._pool.num_available:
             return False
-        if needed > 0:
-            mirror.blocks = BlockTable([*mirror.blocks, *self._pool.allocate(needed)])
+        if count > 0:
+            windows = mirror.blocks.windows or [WindowTable() for _ in range(self._num_windows)]
+            longer = [WindowTable([*table, *self._pool.allocate(count)]) for table in windows]
+            mirror.blocks = BlockTable([*mirror.blocks, *self._pool.allocate(count)], windows=longer)
         return True
 
 

@@ -102,7 +102,7 @@ class HostCopies:
 class _Touched:
     """The blocks that a step touches.
 
-    tables  each sequence's block table, and its first and last block (exclusive) that the step writes to
+    tables  each sequence's block tables, and their first and last block (exclusive) that the step writes to
     copies  from block to block
     """
 
@@ -112,7 +112,12 @@ class _Touched:
     @staticmethod
     def by(plan: StepPlan, size: int) -> _Touched:
         # A sequence that gives up its blocks gets another table, so these stay those of the plan.
-        return _Touched([(c.seq.blocks, c.start // size, -(-c.end // size)) for c in plan.chunks], plan.copies)
+        tables = [
+            (table, chunk.start // size, -(-chunk.end // size))
+            for chunk in plan.chunks
+            for table in (chunk.seq.blocks, *chunk.seq.blocks.windows)
+        ]
+        return _Touched(tables, plan.copies)
 
     def written(self) -> set[int]:
         return {block for blocks, start, end in self.tables for block in blocks[start:end]}.union(

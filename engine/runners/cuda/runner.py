@@ -150,10 +150,9 @@ class DeviceRunner:
 
     def warm_up(self, num_tokens: int) -> None:
         """Compute prompts of up to this many tokens, so that the kernels for each size are compiled beforehand."""
-        longest = self.info.max_model_len
-        self._rehearse(
-            prompts_of_all_sizes(min(num_tokens, self._most * longest), longest, self.info.kv_cache.block_size)
-        )
+        longest, spec = self.info.max_model_len, self.info.kv_cache
+        num_tokens, num_windows = min(num_tokens, self._most * longest), len(spec.groups.windows) - 1
+        self._rehearse(prompts_of_all_sizes(num_tokens, longest, spec.block_size, num_windows))
 
     def recover(self) -> None:
         """Forget all rows, as a failed step may have changed them. Raises if the device cannot be used any more."""
@@ -176,7 +175,8 @@ class DeviceRunner:
         if loaded.device.type == "cpu":
             return DEFAULT_CPU_BYTES
         token_budget = min(self._token_budget, self._most * loaded.longest)
-        plan = largest_plan(token_budget, self._most, loaded.spec.block_size)
+        num_windows = len(loaded.spec.groups.windows) - 1
+        plan = largest_plan(token_budget, self._most, loaded.spec.block_size, num_windows)
         num_blocks = max(chunk.seq.blocks[-1] for chunk in plan.chunks) + 1
         with enough_memory("one step", *_STEP_FLAGS):
             self._pages = loaded.allocate_pages(num_blocks)
