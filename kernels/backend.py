@@ -14,7 +14,7 @@ from .cap import cap, cap_native
 from .embedding import Embedding, embedding, embedding_native
 from .experts import Experts, ExpertsMaker, ExpertWeights, experts, experts_native
 from .grouped_weight import GroupedFormat
-from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native
+from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native, stacked
 from .linear_grouped import linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
 from .linear_int8 import linear_int8, linear_int8_native
 from .linear_quantized import linear_fp8_weight, linear_int8_weight, linear_int8_weight_native
@@ -105,7 +105,7 @@ class Backend:
     """
 
     name: str
-    embedding: Callable[[Tensor, Linear | None], Embedding]
+    embedding: Callable[[Any, Linear | None], Embedding]
     makers: Mapping[str, LinearMaker]
     rms_norm: RmsNorm
     layer_norm: LayerNorm
@@ -137,9 +137,17 @@ class Backend:
         return self.weights == "int4" and form is not None and self.multiplies(form)
 
     def linear(self, weight: Any, bias: Tensor | None, use: Use = PLAIN) -> Linear:
-        """Make a product with a weight, which gets this backend's format, unless it is a router's."""
+        """Make a product with a weight, which gets this backend's format, or with a list of them that are stacked.
+
+        The weight of a router stays unquantized.
+        """
         make = self.makers[UNQUANTIZED if use.is_router else self.weights]
-        return make(weight, bias, replace(use, is_deterministic=self.is_deterministic))
+        use = replace(use, is_deterministic=self.is_deterministic)
+        if not isinstance(weight, list):
+            return make(weight, bias, use)
+        sizes = [part.shape[0] for part in weight]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return stacked([make(part, of_part, use) for part, of_part in zip(weight, biases, strict=True)])
 
     def experts(self, weights: Iterable[ExpertWeights], count: int, use: Use) -> Experts:
         """Make an expert layer, whose weights get this backend's format."""

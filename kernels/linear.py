@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -141,8 +141,8 @@ class NativeLinear:
         use: Use,
         multiply: Callable[..., None],
     ) -> None:
-        self.in_size, self.packed = in_size, packed
-        self._out_size, self._bias = out_size, bias
+        self.in_size, self.out_size, self.packed = in_size, out_size, packed
+        self._bias = bias
         self._addresses = *(part.data_ptr() for part in packed), 0 if bias is None else bias.data_ptr()
         self._use, self._is_wide = use, use.is_head or use.is_router
         self._width = in_size * (use.activation.width if use.activation else 1)
@@ -150,17 +150,38 @@ class NativeLinear:
         self._multiply = multiply
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return self._product(x, len(x))
+        out = empty(len(x), self.out_size, dtype=self._dtype_of(x))
+        self.multiply(x, out)
+        return out
 
-    def _product(self, x: Tensor, rows: int, *of_experts: int) -> Tensor:
+    def _dtype_of(self, x: Tensor) -> torch.dtype:
+        return torch.float32 if self._is_wide else x.dtype
+
+    def multiply(self, x: Tensor, out: Tensor, column: int = 0, of_experts: tuple[int, ...] = ()) -> None:
+        """Write the product to the columns of `out` [rows, …] from `column` on."""
         assert takes(x)
         assert x.shape[1] == self._width
-        dtype = torch.float32 if self._is_wide else x.dtype
-        out = empty(rows, self._out_size, dtype=dtype)
-        addresses = x.data_ptr(), *self._addresses, out.data_ptr()
-        sizes = rows, self.in_size, self._out_size
-        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[dtype], *sizes, *self._activation, *of_experts)
+        addresses = x.data_ptr(), *self._addresses, out.data_ptr() + column * out.itemsize
+        sizes = len(out), self.in_size, self.out_size, out.shape[1]
+        self._multiply(DTYPES[x.dtype], *addresses, DTYPES[out.dtype], *sizes, *self._activation, *of_experts)
+
+
+def stacked(parts: Sequence[Linear]) -> Linear:
+    """One product of several with the same input, whose outputs follow one another. They are not heads."""
+    natives = [part for part in parts if isinstance(part, NativeLinear)]
+    if len(parts) == 1:
+        return parts[0]
+    if len(natives) < len(parts):
+        return lambda x: torch.cat([part(x) for part in parts], dim=1)
+
+    def multiply(x: Tensor, /) -> Tensor:
+        out, column = empty(len(x), sum(part.out_size for part in natives), dtype=x.dtype), 0
+        for part in natives:
+            part.multiply(x, out, column)
+            column += part.out_size
         return out
+
+    return multiply
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +205,7 @@ class NativeLinears(NativeLinear):
     def __init__(self, like: NativeLinear, count: int) -> None:
         packed = tuple(torch.empty(count, *part.shape, dtype=part.dtype) for part in like.packed)
         bias = None if like._bias is None else torch.empty(count, *like._bias.shape, dtype=like._bias.dtype)
-        super().__init__(like.in_size, like._out_size, packed, bias, like._use, like._multiply)
+        super().__init__(like.in_size, like.out_size, packed, bias, like._use, like._multiply)
         self._sizes = count, packed[0][0].nbytes, sum(part[0].numel() for part in packed[1:])
 
     def put(self, number: int, product: NativeLinear) -> None:
@@ -199,7 +220,9 @@ class NativeLinears(NativeLinear):
         """[rows, out], in the order of `rows`, which is read when this is computed: a recording may replay it."""
         sources = rows.sources
         count, address = (len(x), 0) if sources is None else (len(sources), sources.data_ptr())
-        return self._product(x, count, rows.starts.data_ptr(), address, *self._sizes)
+        out = empty(count, self.out_size, dtype=self._dtype_of(x))
+        self.multiply(x, out, of_experts=(rows.starts.data_ptr(), address, *self._sizes))
+        return out
 
 
 def is_compiled_whole(use: Use = PLAIN) -> bool:

@@ -98,6 +98,16 @@ def linear_int8(weight: Tensor, bias: Tensor | None, use: Use = PLAIN, limits_pa
 class NativeInt8(NativeLinear):
     """`linear_int8` by compiled code; `packed` holds the values in panels, then their scales and sums."""
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows [count, in] float32 of the weight, with these numbers [count] int64."""
+        assert native is not None
+        assert ids.dtype == torch.int64
+        assert ids.is_contiguous()
+        out = torch.empty(len(ids), self.in_size)
+        packed, scales = (part.data_ptr() for part in self.packed)
+        native.embedding_int8(DTYPES[out.dtype], ids.data_ptr(), packed, scales, out.data_ptr(), len(ids), self.in_size)
+        return out
+
 
 def linear_int8_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     assert native is not None

@@ -355,13 +355,13 @@ class Decoder:
         self._ops, self._dtype = ops, weights.dtype
         # Logits are scaled by the head. Where that is the embedding too, an embedding makes up for it.
         is_tied, scale = config.tie_word_embeddings, config.logit_scale
-        table = weights.whole(Rows(config.names.embedding, config.vocab_size, factor=scale if is_tied else 1.0), hidden)
+        table = weights.table(Rows(config.names.embedding, config.vocab_size, factor=scale if is_tied else 1.0), hidden)
         self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
         head = Rows(config.names.head, config.vocab_size, factor=scale)
         self._head = weights.head(head, hidden, config.head_bias, tied_to=table if is_tied else None)
         self._embedding = ops.embedding(table, self._head if is_tied else None)
         kinds = list(dict.fromkeys(config.rotations))
-        self._ropes = [Rope(kind, config.head_dim, table.device) for kind in kinds]
+        self._ropes = [Rope(kind, config.head_dim, weights.device) for kind in kinds]
         self._positions = self._position_table(weights) if config.names.positions else None
         del table  # where the backend has packed the table, there is no need for both
         self._layers = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import PLAIN, ROUTER, Backend, Embedding, Experts, Linear, Use
-from .weights import ExpertRows, Place, Rows, Tensors, Weights
+from .weights import ExpertRows, Place, Rows, Tensors, Weight, Weights
 
 MOST_VALUES = 1 << 22  # in a weight that is made
 ROWS = 64  # the least of them: packed weights have room for a multiple of 32
@@ -66,24 +66,31 @@ class MeasuredWeights(Weights):
         return cast(Experts, self._known_again(key))
 
     def whole(self, rows: Rows, in_size: int) -> Tensor:
-        fewer = _shortened(rows, in_size)
-        self._table_rows = rows.size
-        made = super().whole(fewer, in_size)
-        self.num_bytes += round(made.nbytes * rows.size / fewer.size)
+        made = super().whole(_shortened(rows, in_size), in_size)
+        self._count_table(made, rows)
         return made
 
-    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Tensor | None) -> Linear:
+    def table(self, rows: Rows, in_size: int) -> Weight:
+        made = super().table(_shortened(rows, in_size), in_size)
+        self._count_table(made, rows)
+        return made
+
+    def _count_table(self, made: Weight, rows: Rows) -> None:
+        self._table_rows = rows.size
+        self.num_bytes += round(made.nbytes * rows.size / made.shape[0])
+
+    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Weight | None) -> Linear:
         fewer = _shortened(rows, hidden_size)
         made = super().head(fewer, hidden_size, has_bias, tied_to)
         self.num_bytes += round(bytes_of(made) * rows.size / fewer.size)
         return made
 
-    def _made_embedding(self, table: Tensor, head: Linear | None) -> Embedding:
+    def _made_embedding(self, table: Weight, head: Linear | None) -> Embedding:
         made = self._embedding(table, head)
         of_head = {} if head is None else _storages(head)
         own = sum(size for key, size in _storages(made).items() if key not in of_head)
         # The table was counted when it was read. The embedding need not keep it, and a head counts what they share.
-        self.num_bytes += round((own - table.nbytes) * self._table_rows / len(table))
+        self.num_bytes += round((own - table.nbytes) * self._table_rows / table.shape[0])
         return made
 
     def _filled(self, place: Place, rows: Sequence[Rows], kind: str) -> Place:

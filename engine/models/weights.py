@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -218,9 +219,9 @@ class Weights:
     """
 
     def __init__(self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype) -> None:
-        self.ops, self.dtype = ops, dtype
+        self.ops, self.device, self.dtype = ops, device, dtype
         self.num_bytes = 0
-        self._tensors, self._device = tensors, device
+        self._tensors = tensors
 
     def norm(self, rows: Rows) -> Tensor:
         """The weight of a norm, [size]."""
@@ -252,7 +253,7 @@ class Weights:
 
     def numbers(self, name: str, *shape: int) -> Tensor:
         """A tensor by its whole name, in float32."""
-        place = torch.empty(shape, device=self._device)
+        place = torch.empty(shape, device=self.device)
         return self._filled(place, [Rows(name, shape[0], is_bare=True)], "weight")
 
     def experts(self, parts: Sequence[ExpertRows], in_size: int, ffn_size: int, has_bias: bool, use: Use) -> Experts:
@@ -260,7 +261,7 @@ class Weights:
 
         def weight(rows: Sequence[Rows], in_size: int) -> tuple[Weight, Tensor | None]:
             bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
-            return self._stacked(rows, in_size), bias
+            return self._together(rows, in_size, self._common(rows)), bias
 
         weights = (ExpertWeights(*weight(each.gate_up, in_size), *weight([each.down], ffn_size)) for each in parts)
         return self.ops.experts(weights, len(parts), use)
@@ -268,31 +269,47 @@ class Weights:
     def has(self, rows: Rows) -> bool:
         return self._tensors.has(rows.tensor_name("weight"))
 
+    def table(self, rows: Rows, in_size: int) -> Weight:
+        """A matrix [size, in_size], in groups if the backend keeps that."""
+        return self._together([rows], in_size, self._kept(rows))
+
     def whole(self, rows: Rows, in_size: int) -> Tensor:
         """A matrix [size, in_size], never in groups."""
         return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 
-    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Tensor | None) -> Linear:
+    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Weight | None) -> Linear:
         """The product that gives the logits. With `tied_to` its weight is that matrix, and is not read."""
-        weight = self._stacked([rows], hidden_size) if tied_to is None else tied_to
+        weight = self._together([rows], hidden_size, self._kept(rows)) if tied_to is None else tied_to
         bias = self._filled(self._empty(rows.size), [rows], "bias") if has_bias else None
         return self.ops.linear(weight, bias, HEAD)
 
-    def _stacked(self, rows: Sequence[Rows], in_size: int) -> Weight:
-        """In groups if all rows are in one format, which the backend keeps."""
-        first, *others = {self._tensors.format_of(each.tensor_name("weight")) for each in rows}
+    def _stacked(self, rows: Sequence[Rows], in_size: int) -> list[Weight]:
+        """Neighbours in the same format together: in groups if the backend keeps that, else whole."""
+        parts = groupby(rows, self._kept)
+        return [self._together(list(part), in_size, form) for form, part in parts]
+
+    def _common(self, rows: Sequence[Rows]) -> GroupedFormat | None:
+        """The format that all rows can be kept in together."""
+        first, *others = {self._kept(each) for each in rows}
+        return None if others else first
+
+    def _kept(self, rows: Rows) -> GroupedFormat | None:
+        form = self._tensors.format_of(rows.tensor_name("weight"))
+        return form if self.ops.keeps(form) else None
+
+    def _together(self, rows: Sequence[Rows], in_size: int, form: GroupedFormat | None) -> Weight:
         out_size = sum(each.size for each in rows)
-        if first is not None and not others and self.ops.keeps(first):
-            if in_size % first.group:
-                raise ConfigError(
-                    f"tensor {rows[0].name}.weight is in {first.bits} bits, of which {first.group} inputs share a"
-                    f" scale, but config.json gives it {in_size} inputs: not a multiple of {first.group}"
-                )
-            return self._filled(GroupedWeight.allocate(first, out_size, in_size), rows, "weight")
-        return self._filled(self._empty(out_size, in_size), rows, "weight")
+        if form is None:
+            return self._filled(self._empty(out_size, in_size), rows, "weight")
+        if in_size % form.group:
+            raise ConfigError(
+                f"tensor {rows[0].name}.weight is in {form.bits} bits, of which {form.group} inputs share a"
+                f" scale, but config.json gives it {in_size} inputs: not a multiple of {form.group}"
+            )
+        return self._filled(GroupedWeight.allocate(form, out_size, in_size), rows, "weight")
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device=self._device, dtype=self.dtype)
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
 
     def _filled(self, place: Place, rows: Sequence[Rows], kind: str) -> Place:
         for each, part in zip(rows, place.split([each.size for each in rows]), strict=True):

@@ -2,8 +2,9 @@
 // conversions from and to floats. No include guard: each instruction set compiles its own copy.
 //
 // dot4        sums + the four products of each lane.
-// dot4_small  the same for weights in -8…7, at most eight times from zero; `total` then gives the sums. AVX2 adds them in
-//             16 bits, in which 8 · 2 · 255 · 8 fits.
+// dot4_small  the same for small weights, at most a few times from zero; `total` then gives the sums. AVX2 adds them in 16
+//             bits, in which 8 · 2 · 255 · 8 fits: eight times weights in -8…7, four times -16…16, twice -32…31.
+// look_up     the bytes of a table of 16, which every 128 bits of `table` hold, by codes in the bytes of `codes`.
 //
 // If the processor multiplies only signed bytes, ACTIVATION_SHIFT is subtracted from stored activations.
 
@@ -143,6 +144,34 @@ PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) { retur
 PAGODA_INLINE Ints total(Ints sums) { return sums; }
 #endif
 
+PAGODA_INLINE Ints look_up(Ints table, Ints codes) {
+#if defined(PAGODA_AVX512)
+    return (Ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(PAGODA_AVX2)
+    return (Ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif defined(PAGODA_NEON)
+    return (Ints)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+#else
+    uint8_t bytes[sizeof table], from[sizeof table];
+    std::memcpy(bytes, &table, sizeof table);
+    std::memcpy(from, &codes, sizeof codes);
+    for (uint8_t& byte : from) byte = bytes[byte];
+    std::memcpy(&table, from, sizeof table);
+    return table;
+#endif
+}
+
+// Makes tables for `look_up` of 16 values, or two tables of their lower and their higher digits: value = 16 * high + low.
+template <int DIGITS>
+PAGODA_INLINE void load_table(const uint8_t* values, Ints (&tables)[DIGITS]) {
+    int8_t bytes[DIGITS][sizeof(Ints)];
+    for (size_t i = 0; i < sizeof(Ints); i++) {
+        auto value = static_cast<int8_t>(values[i % 16]);
+        bytes[0][i] = DIGITS == 1 ? value : value & 15;
+        if (DIGITS == 2) bytes[DIGITS - 1][i] = static_cast<int8_t>(value >> 4);
+    }
+    std::memcpy(tables, bytes, sizeof bytes);
+}
 
 // Calls op with 0 to QUADS - 1 as constants.
 template <int QUAD = 0, typename Op>
@@ -150,14 +179,6 @@ PAGODA_INLINE void for_each_quad(const Op& op) {
     op(std::integral_constant<int, QUAD>{});
     if constexpr (QUAD + 1 < QUADS) for_each_quad<QUAD + 1>(op);
 }
-
-// The lower or the upper four bits of every byte, as -8…7.
-PAGODA_INLINE Ints lower_nibbles(Ints bytes) {
-    typedef int8_t Bytes __attribute__((vector_size(sizeof(Ints))));
-    return (Ints)((Bytes)(bytes & 0x0f0f0f0f) - 8);
-}
-
-PAGODA_INLINE Ints upper_nibbles(Ints bytes) { return lower_nibbles((Ints)((Words)bytes >> 4)); }
 
 inline uint16_t to_fp16(float value) {  // to the nearest, ties to even; infinity beyond the greatest
     uint32_t bits, sign;

@@ -10,7 +10,7 @@ namespace {
 #include "linear_rows.h"
 #include "quantized_rows.h"
 
-#include "linear_int4.h"
+#include "linear_grouped.h"
 #include "linear_int8.h"
 
 constexpr void set_byte_ops(Ops& ops) {
@@ -28,10 +28,24 @@ constexpr void set_byte_ops(Ops& ops) {
                          int64_t count, int64_t in) {
         with_type(dtype, [&](auto type) { embedding_int8(pool, ids, packed, scales, static_cast<decltype(type)*>(out), count, in); });
     };
-    ops.int4_bytes = [](int64_t in, int64_t out) { return ceil_div(out, PANEL) * ceil_div(in, GROUP) * INT4_GROUP_BYTES; };
-    ops.pack_int4 = pack_int4;
-    ops.linear_int4 = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
-        with_type(dtype, [&](auto type) { linear_int4<decltype(type)>(pool, args); });
+    ops.grouped_bytes = [](Grouped format, int64_t in, int64_t out) {
+        return with_codes(format, [&](auto codes) { return GroupedPanels<decltype(codes)>(in).bytes(out); });
+    };
+    ops.pack_grouped = [](ThreadPool& pool, Grouped format, const GroupedArgs& args) {
+        with_codes(format, [&](auto codes) { pack_grouped<decltype(codes)>(pool, args); });
+    };
+    ops.linear_grouped = [](ThreadPool& pool, Dtype dtype, Grouped format, const LinearArgs& args) {
+        with_type(dtype, [&](auto type) {
+            with_codes(format, [&](auto codes) { linear_grouped<decltype(codes), decltype(type)>(pool, args); });
+        });
+    };
+    ops.embedding_grouped = [](ThreadPool& pool, Dtype dtype, Grouped format, const int64_t* ids, const uint8_t* packed, void* out,
+                               int64_t count, int64_t in, int64_t out_size) {
+        with_type(dtype, [&](auto type) {
+            with_codes(format, [&](auto codes) {
+                embedding_grouped<decltype(codes)>(pool, ids, packed, static_cast<decltype(type)*>(out), count, in, out_size);
+            });
+        });
     };
 }
 

@@ -226,7 +226,7 @@ void linear_int8_weight(ThreadPool& pool, const LinearArgs& args) {
                         args.scales + at * PANEL,
                         args.bias ? static_cast<const T*>(args.bias) + at * PANEL : nullptr,
                         static_cast<T*>(args.out) + at * PANEL,
-                        args.out_size,
+                        args.out_stride,
                         std::min(PANEL, args.out_size - at * PANEL)};
     };
     pool.run(static_cast<int>(ceil_div(panels, panels_a_part) * blocks), [&](int part) {

@@ -112,8 +112,8 @@ void multiply_panels(ThreadPool& pool, const LinearArgs& args, const void* weigh
             Floats sums[rows.value][VECTORS];
             multiply(rows, row, packed_panel, ahead, sums);
             auto save = [&](auto* out) {
-                out += row * args.out_size + panel * PANEL;
-                for (int r = 0; r < rows.value; r++, out += args.out_size)
+                out += row * args.out_stride + panel * PANEL;
+                for (int r = 0; r < rows.value; r++, out += args.out_stride)
                     for (int i = 0; i < VECTORS; i++) store_outputs(sums[r][i], i * LANES, columns, bias, out);
             };
             if (args.out_dtype == Dtype::float32)

@@ -31,6 +31,7 @@ public:
 
     int64_t integer() { return failed() ? 0 : PyLong_AsLongLong(*values_++); }
     float real() { return failed() ? 0 : static_cast<float>(PyFloat_AsDouble(*values_++)); }
+    Grouped format() { return static_cast<Grouped>(integer()); }
     Dtype dtype() { return integer() == 0 ? Dtype::float32 : Dtype::bfloat16; }
 
     template <typename T = void>
@@ -221,13 +222,17 @@ PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) 
 
 enum class Scales { apart, inside };  // where a packed weight has its scales
 
-// The arguments may be followed by those of experts.
+// Reads the arguments of a product, which those of experts may follow. Of products in a format there are several ops, and its
+// number comes first.
 template <typename Op>
 PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, const Op& op) {
+    constexpr bool HAS_FORMAT = std::is_same_v<Op, decltype(Ops::linear_grouped)>;
     constexpr Py_ssize_t OF_EXPERTS = 5;
-    Py_ssize_t expected = scales == Scales::apart ? 14 : 13;
+    Py_ssize_t expected = (scales == Scales::apart ? 15 : 14) + HAS_FORMAT;
     bool has_experts = count > expected;
     Arguments next(values, count, expected + (has_experts ? OF_EXPERTS : 0));
+    [[maybe_unused]] Grouped format{};
+    if constexpr (HAS_FORMAT) format = next.format();
     Dtype dtype = next.dtype();
     LinearArgs args{};
     args.x = next.address();
@@ -239,6 +244,7 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
     args.rows = next.integer();
     args.in = next.integer();
     args.out_size = next.integer();
+    args.out_stride = next.integer();
     args.activation = next.activation();
     if (has_experts) {
         args.experts.starts = next.address<int32_t>();
@@ -247,7 +253,12 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
         args.experts.weight_bytes = next.integer();
         args.experts.num_scales = next.integer();
     }
-    return run(next, [=] { op(pool, dtype, args); });
+    return run(next, [=] {
+        if constexpr (HAS_FORMAT)
+            op(pool, dtype, format, args);
+        else
+            op(pool, dtype, args);
+    });
 }
 
 PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -269,26 +280,40 @@ PyObject* embedding_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->embedding_int8(pool, dtype, ids, packed, scales, out, num_tokens, in); });
 }
 
-PyObject* int4_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 2);
+PyObject* grouped_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 3);
+    Grouped format = next.format();
     int64_t in = next.integer(), out = next.integer();
-    return next.failed() ? nullptr : PyLong_FromLongLong(ops->int4_bytes(in, out));
+    return next.failed() ? nullptr : PyLong_FromLongLong(ops->grouped_bytes(format, in, out));
 }
 
-PyObject* pack_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 6);
-    Int4Args args{};
-    args.values = next.address<uint8_t>();
+PyObject* pack_grouped(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 8);
+    Grouped format = next.format();
+    GroupedArgs args{};
+    args.values = next.address();
     args.scales = next.address<uint16_t>();
     args.minimums = next.address<uint16_t>();
+    args.table = next.address<int8_t>();
     args.packed = next.address<uint8_t>();
     args.in = next.integer();
     args.out = next.integer();
-    return run(next, [=] { ops->pack_int4(pool, args); });
+    return run(next, [=] { ops->pack_grouped(pool, format, args); });
 }
 
-PyObject* linear_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    return multiply(values, count, Scales::inside, ops->linear_int4);
+PyObject* linear_grouped(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return multiply(values, count, Scales::inside, ops->linear_grouped);
+}
+
+PyObject* embedding_grouped(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 8);
+    Grouped format = next.format();
+    Dtype dtype = next.dtype();
+    int64_t* ids = next.address<int64_t>();
+    uint8_t* packed = next.address<uint8_t>();
+    void* out = next.address();
+    int64_t num_tokens = next.integer(), in = next.integer(), out_size = next.integer();
+    return run(next, [=] { ops->embedding_grouped(pool, dtype, format, ids, packed, out, num_tokens, in, out_size); });
 }
 
 PyObject* pack_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -450,9 +475,10 @@ PyMethodDef methods[] = {
     OP(pack_int8),
     OP(linear_int8),
     OP(embedding_int8),
-    OP(int4_bytes),
-    OP(pack_int4),
-    OP(linear_int4),
+    OP(grouped_bytes),
+    OP(pack_grouped),
+    OP(linear_grouped),
+    OP(embedding_grouped),
     OP(pack_whole),
     OP(linear_whole),
     OP(route),

@@ -89,9 +89,9 @@ struct LinearArgs {
     const void* weight;             // as the op's pack function has packed it
     const float* scales;            // of int8 weights, likewise
     const void* bias;               // [out] of x's dtype, or null
-    void* out;                      // [rows, out]
+    void* out;                      // [rows, out], each row out_stride elements behind the previous
     Dtype out_dtype;                // x's, or float32; linear_int8_weight_amx writes x's in any case
-    int64_t rows, in, out_size;
+    int64_t rows, in, out_size, out_stride;
     Activation activation;          // of the rows before they are multiplied
     ExpertRows experts;
 };
@@ -106,11 +106,16 @@ struct WeighArgs {
     int64_t rows, chosen, size;
 };
 
-struct Int4Args {
-    const uint8_t* values;          // [out, in / 32, 16]: of 32 inputs, the first 16 in low nibbles, the others in high nibbles
-    const uint16_t* scales;         // [out, in / 32], fp16
-    const uint16_t* minimums;       // likewise
-    uint8_t* packed;                // int4_bytes(in, out)
+// The formats of weights in groups that there are products for; kernels/linear_grouped.py has the same order. Scales are those
+// of 32 inputs, except in six bits of 16. Nibbles alone mean -8…7, and the values of a small table are from -16 to 16.
+enum class Grouped { nibbles_above_minimum, nibbles, small_table, table, five_bits, five_bits_above_minimum, six_bits, bytes };
+
+struct GroupedArgs {
+    const void* values;             // as a GroupedWeight has them
+    const uint16_t* scales;         // [out, in / group], fp16
+    const uint16_t* minimums;       // likewise, if the format has any
+    const int8_t* table;            // [16], if the format has one
+    uint8_t* packed;                // grouped_bytes(in, out)
     int64_t in, out;
 };
 
@@ -131,9 +136,10 @@ struct Ops {
     void (*pack_int8)(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
     void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
     void (*embedding_int8)(ThreadPool&, Dtype, const int64_t* ids, const int8_t* packed, const float* scales, void* out, int64_t count, int64_t in);
-    int64_t (*int4_bytes)(int64_t in, int64_t out);
-    void (*pack_int4)(ThreadPool&, const Int4Args&);
-    void (*linear_int4)(ThreadPool&, Dtype, const LinearArgs&);
+    int64_t (*grouped_bytes)(Grouped, int64_t in, int64_t out);
+    void (*pack_grouped)(ThreadPool&, Grouped, const GroupedArgs&);
+    void (*linear_grouped)(ThreadPool&, Dtype, Grouped, const LinearArgs&);
+    void (*embedding_grouped)(ThreadPool&, Dtype, Grouped, const int64_t* ids, const uint8_t* packed, void* out, int64_t count, int64_t in, int64_t out_size);
     void (*pack_whole)(ThreadPool&, Dtype, const void* weight, void* packed, int64_t in, int64_t out);
     void (*linear_whole)(ThreadPool&, Dtype, const LinearArgs&);
     void (*weigh_experts)(ThreadPool&, Dtype, const WeighArgs&);

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pagoda_server.kernels.activate import SWIGLU, activate
+from pagoda_server.kernels.embedding import embedding_native
 from pagoda_server.kernels.grouped_weight import INT4, GroupedFormat, GroupedWeight
-from pagoda_server.kernels.linear_grouped import linear_grouped, linear_grouped_native, multiplies_native
+from pagoda_server.kernels.linear_grouped import linear_grouped, linear_grouped_native
 from pagoda_server.kernels.linear_int8 import quantize_rows
 from tests.kernels.products import gated
 
@@ -18,6 +19,7 @@ UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 FORMATS = {
     "4 bits": INT4,
     "4 bits of a table": GroupedFormat(table=UNEVEN),
+    "4 bits of a small table": GroupedFormat(table=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -16)),
     "4 bits about zero": GroupedFormat(table=tuple(range(-8, 8))),
     "5 bits": GroupedFormat(5),
     "5 bits above a minimum": GroupedFormat(5, has_minimum=True),
@@ -25,16 +27,14 @@ FORMATS = {
     "8 bits": GroupedFormat(8),
 }
 all_formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-compiled_formats = pytest.mark.parametrize(
-    "form", [form for form in FORMATS.values() if multiplies_native(form)], ids=str
-)
 
 
 def random_weight(out_size: int, in_size: int, form: GroupedFormat = INT4) -> GroupedWeight:
     weight = GroupedWeight.allocate(form, out_size, in_size)
     lowest, end = limits_of(form)
     weight.values.random_(lowest, end)
-    weight.scales.normal_(0, 3 / (end - lowest) ** 0.5)  # of either sign, as files have them
+    greatest = 8 if form == INT4 else weight.whole_values().int().abs().max().item()
+    weight.scales.normal_(0, 1.6 / greatest)  # of either sign, as files have them
     if weight.minimums is not None:
         weight.minimums.normal_(-1, 0.5)
     return weight
@@ -112,7 +112,7 @@ def test_one_row_does_not_touch_the_precision_of_another() -> None:
 
 
 @compiled
-@compiled_formats
+@all_formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("in_size", "out_size"), [(64, 32), (32, 29), (576, 100), (96, 576)])
@@ -143,13 +143,47 @@ def test_compiled_gated_products_are_those_of_the_reference(dtype: torch.dtype, 
 
 
 @compiled
-def test_a_compiled_row_does_not_depend_on_the_rows_beside_it() -> None:
-    x, weight = torch.randn(203, 192).bfloat16(), random_weight(70, 192)
+@all_formats
+def test_a_compiled_row_does_not_depend_on_the_rows_beside_it(form: GroupedFormat) -> None:
+    x, weight = torch.randn(203, 192).bfloat16(), random_weight(70, 192, form)
     product = linear_grouped_native(weight, None)
     together = product(x)
     for rows in (1, 2, 5, 8, 31, 100):
         assert torch.equal(product(x[:rows]), together[:rows])
     assert torch.equal(product(x[100:101]), together[100:101])
+
+
+@compiled
+@all_formats
+@pytest.mark.parametrize("extremes", [(0, 255), (255, 255), (0, 0)])
+def test_the_greatest_codes_and_activations_are_summed_exactly(form: GroupedFormat, extremes: tuple[int, int]) -> None:
+    x = torch.tensor(extremes).repeat_interleave(32).repeat(4, 3).float()
+    x[:, 0], x[:, 64], x[:, 65] = 0, 255, 0  # steps of 1 from 0 on
+    x[1] = x[1].flip(0)
+    x[:, 128:] = x[:, :64]
+    weight = random_weight(35, 192, form)
+    lowest, end = limits_of(form)
+    if form.bits == 4:
+        codes = list(form.table or range(16))
+        least, most = codes.index(min(codes)), codes.index(max(codes))
+        lowest, end = least * 17, most * 17 + 1
+    weight.values[:17], weight.values[17:] = lowest, end - 1
+    weight.scales.fill_(0.125)
+    if weight.minimums is not None:
+        weight.minimums.fill_(-0.5)
+    exact = restored(x) @ weight.dequantize().double().T
+    assert torch.equal(linear_grouped_native(weight, None)(x).double(), exact)
+
+
+@compiled
+@all_formats
+def test_rows_are_read_from_a_packed_weight(form: GroupedFormat) -> None:
+    weight, ids = random_weight(70, 96, form), torch.randint(0, 70, (50,))
+    rows = embedding_native(torch.empty(0), linear_grouped_native(weight, None))
+    for chosen in (ids, ids[:1], ids[:0]):
+        found = rows(chosen)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, weight.rows(chosen).dequantize(), rtol=1e-6, atol=1e-6)
 
 
 @compiled

@@ -1,4 +1,4 @@
-// Tests of products with int8, 4-bit and unquantized weights, and of embeddings read from them.
+// Tests of products with int8, grouped and unquantized weights, and of embeddings read from them.
 #include <memory>
 
 #include "self_test.h"
@@ -137,40 +137,82 @@ public:
     void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_whole(pool, on_.dtype, args); }
 };
 
-// weight = scale * value + minimum, with scale and minimum for every HALF inputs of an output.
-class Int4Weight : public Weight {
+// What a format of weights in groups is made of, as kernels/grouped_weight.py says.
+struct GroupedFormat {
+    Grouped format;
+    int bits;
+    int64_t group;
+    bool has_minimum;
+    int middle;  // the code of value 0 in products without a table
+    std::vector<int8_t> table;
+};
+
+const GroupedFormat GROUPED_FORMATS[] = {
+    {Grouped::nibbles_above_minimum, 4, 32, true, 8, {}},
+    {Grouped::nibbles, 4, 32, false, 8, {}},
+    {Grouped::small_table, 4, 32, false, 0, {-16, 16, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12}},
+    {Grouped::table, 4, 32, false, 0, {-128, 127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89}},
+    {Grouped::five_bits, 5, 32, false, 16, {}},
+    {Grouped::five_bits_above_minimum, 5, 32, true, 16, {}},
+    {Grouped::six_bits, 6, 16, false, 32, {}},
+    {Grouped::bytes, 8, 32, false, 128, {}},
+};
+
+// weight = scale * value, or scale * value + minimum, with scale and minimum for every group of inputs of an output.
+class GroupedWeight : public Weight {
 public:
-    Int4Weight(const Subject& on, const Shape& shape, Random& random)
-        : Weight(on, shape, on.ops.int4_bytes(shape.in, shape.out), 0), values_(shape.out * shape.in / 2), scales_of_(shape.out * shape.in / HALF),
-          minimums_(scales_of_.size()) {
-        for (uint8_t& two : values_) two = static_cast<uint8_t>(random.below(256));
+    GroupedWeight(const Subject& on, const Shape& shape, Random& random, const GroupedFormat& format = GROUPED_FORMATS[0])
+        : Weight(on, shape, on.ops.grouped_bytes(format.format, shape.in, shape.out), 0), format_(format),
+          values_(shape.out * shape.in / (format.bits == 4 ? 2 : 1)), scales_of_(shape.out * shape.in / format.group), minimums_(scales_of_.size()) {
+        int shift = format.has_minimum || format.bits == 8 ? 0 : format.middle, range = format.bits == 4 ? 256 : 1 << format.bits;
+        for (uint8_t& value : values_) value = static_cast<uint8_t>(random.below(range) - (format.bits == 4 ? 0 : shift));
         for (size_t i = 0; i < scales_of_.size(); i++) {
             scales_of_[i] = fp16(static_cast<int>(1024 + random.below(1024)), static_cast<int>(-random.below(5)) - 14);
             minimums_[i] = fp16(static_cast<int>(random.below(2047)) - 1023, -12);  // like Q4_1's
             if (i % 3 == 0) minimums_[i] = static_cast<uint16_t>((scales_of_[i] + (3 << 10)) | 1 << 15);  // -8 scales, like Q4_0's
             if (i % 19 == 5) scales_of_[i] = static_cast<uint16_t>(random.below(1024));  // a denormal
         }
+        // The greatest values: their products with the greatest activations must not overflow.
+        int8_t least = format.has_minimum ? 0 : static_cast<int8_t>(-format.middle), most = static_cast<int8_t>((1 << format.bits) - 1 + least);
+        for (int64_t i = 0; i < shape.in / (format.bits == 4 ? 2 : 1); i++) {
+            values_[i] = format.bits == 4 ? 0xff * (format.table.empty()) + 0x11 * !format.table.empty() : static_cast<uint8_t>(most);
+            if (shape.out > 1) values_[values_.size() - 1 - i] = format.bits == 4 ? 0 : static_cast<uint8_t>(least);
+        }
     }
 
     double at(int64_t column, int64_t i) const override { return scale(column, i) * value(column, i) + minimum(column, i); }
-    void pack() override { on_.ops.pack_int4(on_.pool, {values_.data(), scales_of_.data(), minimums_.data(), packed_.data(), shape_.in, shape_.out}); }
-    void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_int4(pool, on_.dtype, args); }
+    void pack() override {
+        on_.ops.pack_grouped(on_.pool, format_.format,
+                             {values_.data(), scales_of_.data(), format_.has_minimum ? minimums_.data() : nullptr, format_.table.data(), packed_.data(), shape_.in, shape_.out});
+    }
+    void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_grouped(pool, on_.dtype, format_.format, args); }
 
-    double scale(int64_t column, int64_t i) const { return from_fp16(scales_of_[half(column, i)]); }
-    double minimum(int64_t column, int64_t i) const { return from_fp16(minimums_[half(column, i)]); }
+    int64_t group_size() const { return format_.group; }
+    double scale(int64_t column, int64_t i) const { return from_fp16(scales_of_[group(column, i)]); }
+    double minimum(int64_t column, int64_t i) const { return format_.has_minimum ? from_fp16(minimums_[group(column, i)]) : 0; }
 
-    double value(int64_t column, int64_t i) const {  // of HALF inputs, the first half is in the low bits
-        return values_[half(column, i) * HALF / 2 + i % (HALF / 2)] >> (i % HALF < HALF / 2 ? 0 : 4) & 15;
+    // Products have value - middle, and minimum + middle * scale in place of the minimum.
+    double middle() const { return format_.has_minimum ? format_.middle : 0; }
+
+    double value(int64_t column, int64_t i) const {
+        if (format_.bits > 4) {
+            uint8_t value = values_[column * shape_.in + i];
+            return format_.has_minimum ? value : static_cast<int8_t>(value);
+        }
+        int64_t half = format_.group / 2;  // the first half of a group is in the low bits
+        int code = values_[group(column, i) * half + i % half] >> (i % format_.group < half ? 0 : 4) & 15;
+        return !format_.table.empty() ? format_.table[code] : format_.has_minimum ? code : code - format_.middle;
     }
 
-    void set_half(int64_t column, int64_t first, uint16_t scale, uint16_t minimum) {
-        scales_of_[half(column, first)] = scale;
-        minimums_[half(column, first)] = minimum;
+    void set_group(int64_t column, int64_t first, uint16_t scale, uint16_t minimum) {
+        scales_of_[group(column, first)] = scale;
+        minimums_[group(column, first)] = minimum;
     }
 
 private:
-    int64_t half(int64_t column, int64_t i) const { return (column * shape_.in + i) / HALF; }
+    int64_t group(int64_t column, int64_t i) const { return (column * shape_.in + i) / format_.group; }
 
+    const GroupedFormat& format_;
     std::vector<uint8_t> values_;
     std::vector<uint16_t> scales_of_, minimums_;
 };
@@ -183,9 +225,10 @@ struct Counted {
 template <typename SomeWeight>
 class Product {
 public:
-    Product(const Subject& on, const Shape& shape, Random& random)
+    template <typename... Format>
+    Product(const Subject& on, const Shape& shape, Random& random, const Format&... format)
         : shape(shape), x(on.dtype, shape.rows * shape.width(), random, 2.0), bias(on.dtype, shape.out, random),
-          weight(on, this->shape, random), on_(on), out_dtype_(shape.rows % 3 == 1 ? Dtype::float32 : on.dtype),
+          weight(on, this->shape, random, format...), on_(on), out_dtype_(shape.rows % 3 == 1 ? Dtype::float32 : on.dtype),
           out_(out_dtype_, shape.rows * shape.out) {}
 
     const Shape shape;
@@ -259,7 +302,7 @@ private:
         args.out_dtype = out_dtype_;
         args.rows = rows;
         args.in = shape.in;
-        args.out_size = shape.out;
+        args.out_size = args.out_stride = shape.out;
         args.activation = shape.activation;
         weight.multiply(pool, args);
     }
@@ -400,64 +443,97 @@ Findings test_embedding_int8(const Subject& on) {
 }
 
 // Scales and minimums with which everything but the sums is exact.
-Findings test_int4_exactly(const Subject& on) {
+Findings test_grouped_exactly(const Subject& on) {
     Findings found(1e-6 + on.rounding());
     Random random(10);
-    for (const Shape& shape : shapes(HALF)) {
-        Product<Int4Weight> product(on, shape, random);
-        set_exact_input(product, random);
-        for (int64_t column = 0; column < shape.out; column++) {
-            int exponent = 0;
-            for (int64_t i = 0; i < shape.in; i += HALF) {
-                exponent = i % GROUP ? exponent + 1 : -static_cast<int>(random.below(5)) - 4;
-                int minimum = column % 2 ? -8 : static_cast<int>(random.below(60)) - 30;
-                product.weight.set_half(column, i, fp16(1, exponent), fp16(minimum, exponent));
+    for (const GroupedFormat& format : GROUPED_FORMATS)
+        for (const Shape& shape : shapes(HALF)) {
+            Product<GroupedWeight> product(on, shape, random, format);
+            set_exact_input(product, random);
+            for (int64_t column = 0; column < shape.out; column++) {
+                int exponent = 0;
+                for (int64_t i = 0; i < shape.in; i += format.group) {
+                    // Powers of two so near that the sum of a group's weights has no more bits than fp16.
+                    exponent = i % GROUP == 0 ? -static_cast<int>(random.below(5)) - 4 : format.bits == 4 && format.table.empty() ? exponent + 1 : exponent;
+                    int minimum = column % 2 ? -8 : static_cast<int>(random.below(60)) - 30;
+                    product.weight.set_group(column, i, fp16(1, exponent), fp16(minimum, exponent));
+                }
             }
+            product.run(found);
+            double middle = product.weight.middle();
+            Table parts(shape.out, shape.in, 1, [&](int64_t column, int64_t i) {
+                double scale = product.weight.scale(column, i), value = product.weight.value(column, i) - middle;
+                return std::fabs(scale * value) + std::fabs(product.weight.minimum(column, i) + middle * scale);
+            });
+            Table offsets(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) {
+                return product.weight.scale(column, i) * (product.weight.value(column, i) - middle);
+            });
+            product.compare(found, [&](int64_t row, int64_t column, double) {
+                double magnitude = std::fabs(product.bias.at(column));
+                for (int64_t i = 0; i < shape.in; i++) {
+                    auto [step, least] = product.counted(row, i);
+                    magnitude += parts(column, i) * (std::fabs(product.input(row, i)) + std::fabs(least) + 128 * step);
+                    // Larger values have sums with more bits than fp16.
+                    if (i % GROUP == 0 && std::fabs(offsets(column, i / GROUP)) >= 2048 * product.weight.scale(column, i))
+                        magnitude += std::fabs(offsets(column, i / GROUP)) * 0x1p-11 * (std::fabs(least) + 128 * step) / found.bound;
+                }
+                return magnitude;
+            });
         }
-        product.run(found);
-        Table parts(shape.out, shape.in, 1, [&](int64_t column, int64_t i) {
-            double scale = product.weight.scale(column, i), value = product.weight.value(column, i) - 8;
-            return std::fabs(scale * value) + std::fabs(product.weight.minimum(column, i) + 8 * scale);
-        });
-        product.compare(found, [&](int64_t row, int64_t column, double) {
-            double magnitude = std::fabs(product.bias.at(column));
-            for (int64_t i = 0; i < shape.in; i++) {
-                auto [step, least] = product.counted(row, i);
-                magnitude += parts(column, i) * (std::fabs(product.input(row, i)) + std::fabs(least) + 128 * step);
-            }
-            return magnitude;
-        });
-    }
     return found;
 }
 
 // Any numbers. Errors are counted in standard deviations of the rounding errors: of activations to bytes, and to fp16 of the sum
-// of weights that is multiplied by their least element and of a minimum plus eight scales.
-Findings test_int4(const Subject& on) {
+// of weights that is multiplied by their least element and of a minimum plus scales.
+Findings test_grouped(const Subject& on) {
     constexpr double ULP = 0x1p-10;
     Findings found(6);
     Random random(11);
-    for (const Shape& shape : with_activations(shapes(HALF), EVENLY_ROUNDED)) {
-        Product<Int4Weight> product(on, shape, random);
-        product.set_input(0, shape.in - 1, 100.0);
-        product.run(found);
-        auto centred = [&](int64_t column, int64_t i) { return product.weight.scale(column, i) * (product.weight.value(column, i) - 8); };
-        auto minimum = [&](int64_t column, int64_t i) { return i % HALF ? 0 : product.weight.minimum(column, i) + 8 * product.weight.scale(column, i); };
-        Table w_squares(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return square(product.weight.at(column, i)); });
-        Table offsets(shape.out, shape.in, GROUP, centred), minimums(shape.out, shape.in, HALF, minimum);
-        Table totals(shape.rows, shape.in, HALF, [&](int64_t row, int64_t i) { return product.input(row, i); });
-        product.compare(found, [&](int64_t row, int64_t column, double want) {
-            double sum = square(2 * on.rounding() * want + 4e-6 * want);
-            for (int64_t first = 0; first < shape.in; first += GROUP) {
-                auto [step, least] = product.counted(row, first);
-                sum += square(step) * w_squares(column, first / GROUP);
-                sum += square(ULP * offsets(column, first / GROUP) * std::max(std::fabs(least), std::fabs(least + 128 * step)));
-                for (int64_t half = first / HALF; half < std::min(shape.in, first + GROUP) / HALF; half++)
-                    sum += square(ULP * minimums(column, half) * totals(row, half));
-            }
-            return std::sqrt(sum / 12);
-        });
-    }
+    for (const GroupedFormat& format : GROUPED_FORMATS)
+        for (const Shape& shape : with_activations(shapes(HALF), EVENLY_ROUNDED)) {
+            Product<GroupedWeight> product(on, shape, random, format);
+            product.set_input(0, shape.in - 1, 100.0);
+            product.run(found);
+            double middle = product.weight.middle();
+            auto centred = [&](int64_t column, int64_t i) { return product.weight.scale(column, i) * (product.weight.value(column, i) - middle); };
+            auto minimum = [&](int64_t column, int64_t i) { return i % HALF ? 0 : product.weight.minimum(column, i) + middle * product.weight.scale(column, i); };
+            Table w_squares(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return square(product.weight.at(column, i)); });
+            Table offsets(shape.out, shape.in, GROUP, centred), minimums(shape.out, shape.in, HALF, minimum);
+            Table totals(shape.rows, shape.in, HALF, [&](int64_t row, int64_t i) { return product.input(row, i); });
+            product.compare(found, [&](int64_t row, int64_t column, double want) {
+                double sum = square(2 * on.rounding() * want + 4e-6 * want);
+                for (int64_t first = 0; first < shape.in; first += GROUP) {
+                    auto [step, least] = product.counted(row, first);
+                    sum += square(step) * w_squares(column, first / GROUP);
+                    sum += square(ULP * offsets(column, first / GROUP) * std::max(std::fabs(least), std::fabs(least + 128 * step)));
+                    for (int64_t half = first / HALF; half < std::min(shape.in, first + GROUP) / HALF && format.has_minimum; half++)
+                        sum += square(ULP * minimums(column, half) * totals(row, half));
+                }
+                return std::sqrt(sum / 12);
+            });
+        }
+    return found;
+}
+
+// Rows of a packed weight are the original's.
+Findings test_embedding_grouped(const Subject& on) {
+    Findings found(1e-6 + on.rounding());
+    Random random(13);
+    for (const GroupedFormat& format : GROUPED_FORMATS)
+        for (const Shape& shape : shapes(HALF)) {
+            GroupedWeight weight(on, shape, random, format);
+            weight.pack();
+            std::vector<int64_t> ids;
+            for (int64_t row = 0; row < shape.rows; row++) ids.push_back(row * 29 % shape.out);
+            Tensor out(on.dtype, shape.rows * shape.in);
+            on.ops.embedding_grouped(on.pool, on.dtype, format.format, ids.data(), static_cast<const uint8_t*>(weight.packed()), out.data(), shape.rows, shape.in, shape.out);
+            for (int64_t row = 0; row < shape.rows; row++)
+                for (int64_t i = 0; i < shape.in; i++) {
+                    double want = weight.at(ids[row], i), largest = std::fabs(want - weight.minimum(ids[row], i)) + std::fabs(weight.minimum(ids[row], i));
+                    found.compare(out.at(row * shape.in + i), want, largest);
+                }
+            found.require_guards(out);
+        }
     return found;
 }
 
@@ -510,7 +586,7 @@ void check_experts(const Subject& on, Findings& found, Random& random, const Sha
     args.out_dtype = on.dtype;
     args.rows = ROWS;
     args.in = shape.in;
-    args.out_size = shape.out;
+    args.out_size = args.out_stride = shape.out;
     args.activation = activation;
     args.experts = {starts, sources.data(), COUNT, num_bytes, num_scales};
     weights[0]->multiply(on.pool, args);
@@ -538,7 +614,7 @@ Findings test_experts(const Subject& on) {
         for (Activation activation : {Activation{}, Activation{Function::silu, true, {}}}) {
             check_experts<WholeWeight>(on, found, random, shape, activation);
             check_experts<Int8Weight>(on, found, random, shape, activation);
-            check_experts<Int4Weight>(on, found, random, shape, activation);
+            check_experts<GroupedWeight>(on, found, random, shape, activation);
         }
     return found;
 }

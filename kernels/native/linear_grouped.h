@@ -1,0 +1,265 @@
+// Products of int8 activations and weights in groups, which keep their file's values: weight = scale * value, or
+// scale * value + minimum, with scales and minimums in fp16 for every SIZE inputs of an output. No include guard: each
+// instruction set compiles its own copy.
+//
+// A value is a code of BITS bits minus MIDDLE, or what a table has for the code. Activations are a * q + least; `sum` is the
+// sum of the activations of SIZE inputs. Then these contribute
+//
+//   scale * (a * dot + least * Σ value) + (minimum + MIDDLE * scale) * sum
+//
+// where dot, the sum of q · value, is exact. `least` is the same for all of a group, so its sums of scale * Σ value are
+// stored as one number, the offset. Groups are added in float32, in an order that does not depend on which rows are computed
+// together.
+//
+// Weights are stored in panels of PANEL outputs, group by group. A quad is four inputs, a byte each, of PANEL outputs.
+// Of a group there are
+//
+//   [GROUP / 8][PANEL][4]  the lower four bits of two quads, in the halves of each byte; in 8 bits the codes themselves
+//   [...][PANEL][4]        in 5 and 6 bits the upper bits of 8 or 4 quads, from the lowest bits of a byte on
+//   fp16 [...][PANEL]      scales, minimums if there are any, and offsets
+//
+// Behind the last panel stands the table, if there is one.
+
+typedef int8_t Bytes __attribute__((vector_size(sizeof(Ints))));
+
+enum class Look { nowhere, in_small_table, in_table };  // small: of values from -16 to 16
+
+template <int BITS_, int64_t SIZE_, bool HAS_MINIMUM_ = false, Look LOOK = Look::nowhere>
+struct Codes {
+    static constexpr int BITS = BITS_;
+    static constexpr int64_t SIZE = SIZE_;
+    static constexpr bool HAS_MINIMUM = HAS_MINIMUM_, HAS_TABLE = LOOK != Look::nowhere;
+    static constexpr int MIDDLE = HAS_TABLE ? 0 : 1 << (BITS - 1);
+    static constexpr int64_t PARTS = GROUP / SIZE, NUMBERS = PARTS * (HAS_MINIMUM ? 2 : 1) + 1;
+    static constexpr int64_t CODE_BYTES = GROUP * BITS / 8, GROUP_BYTES = (CODE_BYTES + 2 * NUMBERS) * PANEL;
+
+    // AVX2 adds products of neighbours in 16 bits, RUN inputs of an output at most. Values that are too large for that are
+    // 16 * a high digit + a low one, which are multiplied one after the other.
+    static constexpr int DIGITS = PAIRS_ARE_LIMITED && (BITS == 8 || LOOK == Look::in_table) ? 2 : 1;
+    static constexpr int64_t RUN = !PAIRS_ARE_LIMITED ? SIZE : DIGITS == 2 || HAS_TABLE ? 16 : 32 >> (BITS - 4);
+
+    static constexpr bool IS_ONE_RUN = DIGITS == 1 && RUN == SIZE;
+
+    static constexpr int EXTRA = BITS - 4, FIELDS = EXTRA ? 8 / EXTRA : 1;  // upper bits, and how many of them are in a byte
+    static constexpr uint32_t LOW = 0x0f0f0f0f, HIGH = ((1u << EXTRA) - 1) * 0x10101010;
+
+    // A quad's codes: of an output as uint32_t, or of LANES outputs as Words.
+    template <typename Word>
+    PAGODA_INLINE Word codes(const uint8_t* from, int64_t quad) {
+        Word code, upper;
+        std::memcpy(&code, from + (BITS == 8 ? quad : quad / 2) * 4 * PANEL, sizeof code);
+        if constexpr (BITS == 8) return code;
+        code = (quad % 2 ? code >> 4 : code) & LOW;
+        if constexpr (BITS > 4 && BITS < 8) {
+            std::memcpy(&upper, from + (GROUP / 2 + quad / FIELDS * 4) * PANEL, sizeof upper);
+            int shift = static_cast<int>(quad % FIELDS) * EXTRA - 4;
+            code |= (shift < 0 ? upper << -shift : upper >> shift) & HIGH;
+        }
+        return code;
+    }
+
+    // What codes() of an output finds. The room for upper bits is zero before.
+    static void set(uint8_t* to, int64_t quad, uint32_t code) {
+        auto add = [](uint8_t* word, uint32_t bits) {
+            uint32_t other;
+            std::memcpy(&other, word, sizeof other);
+            other |= bits;
+            std::memcpy(word, &other, sizeof other);
+        };
+        if constexpr (BITS == 8) return add(to + quad * 4 * PANEL, code);
+        add(to + quad / 2 * 4 * PANEL, (code & LOW) << quad % 2 * 4);
+        if constexpr (BITS > 4 && BITS < 8)
+            add(to + (GROUP / 2 + quad / FIELDS * 4) * PANEL, (code & HIGH) >> 4 << quad % FIELDS * EXTRA);
+    }
+
+    // The values of a quad of LANES outputs, or their digit.
+    PAGODA_INLINE Ints values(const uint8_t* from, int64_t quad, int digit, const Ints* tables) {
+        Words code = codes<Words>(from, quad);
+        if constexpr (HAS_TABLE) return look_up(tables[digit], (Ints)code);
+        if constexpr (DIGITS == 1) return (Ints)((Bytes)code - static_cast<int8_t>(MIDDLE));
+        return (Ints)(digit ? (Words)((Bytes)(code >> 4 & LOW) - int8_t{8}) : code & LOW);
+    }
+};
+
+template <typename C>
+struct GroupedPanels {
+    int64_t groups;
+
+    explicit GroupedPanels(int64_t in) : groups(ceil_div(in, GROUP)) {}
+    int64_t panel_bytes() const { return groups * C::GROUP_BYTES; }
+    int64_t table_offset(int64_t out) const { return ceil_div(out, PANEL) * panel_bytes(); }
+    // Room for one more panel, because the weights of experts are adjacent and their panels are counted.
+    int64_t bytes(int64_t out) const { return table_offset(out) + (C::HAS_TABLE ? panel_bytes() : 0); }
+};
+
+template <typename C>
+void pack_grouped(ThreadPool& pool, const GroupedArgs& args) {
+    GroupedPanels<C> panels(args.in);
+    int64_t sizes = args.in / C::SIZE;
+    if (C::HAS_TABLE) std::memcpy(args.packed + panels.table_offset(args.out), args.table, 16);
+    pool.run(static_cast<int>(ceil_div(args.out, PANEL)), [&](int panel) {
+        for (int64_t group = 0; group < panels.groups; group++) {
+            uint8_t* bytes = args.packed + panel * panels.panel_bytes() + group * C::GROUP_BYTES;
+            auto* numbers = reinterpret_cast<uint16_t*>(bytes + C::CODE_BYTES * PANEL);
+            std::memset(bytes, 0, C::GROUP_BYTES);
+            int64_t parts = std::min(C::PARTS, sizes - group * C::PARTS), columns = std::min(PANEL, args.out - panel * PANEL);
+            for (int64_t column = 0; column < columns; column++) {
+                int64_t first = (panel * PANEL + column) * sizes + group * C::PARTS;
+                float offset = 0;
+                for (int64_t part = 0; part < parts; part++) {
+                    uint8_t codes[C::SIZE];
+                    if constexpr (C::BITS == 4) {
+                        const uint8_t* from = static_cast<const uint8_t*>(args.values) + (first + part) * C::SIZE / 2;
+                        for (int64_t i = 0; i < C::SIZE / 2; i++) codes[i] = from[i] & 15, codes[C::SIZE / 2 + i] = from[i] >> 4;
+                    } else {
+                        const uint8_t* from = static_cast<const uint8_t*>(args.values) + (first + part) * C::SIZE;
+                        for (int64_t i = 0; i < C::SIZE; i++) codes[i] = static_cast<uint8_t>(from[i] + (C::HAS_MINIMUM ? 0 : C::MIDDLE));
+                    }
+                    for (int64_t quad = 0; quad < C::SIZE / 4; quad++) {
+                        uint32_t word;
+                        std::memcpy(&word, codes + 4 * quad, sizeof word);
+                        C::set(bytes + 4 * column, part * C::SIZE / 4 + quad, word);
+                    }
+                    int sum = -C::MIDDLE * static_cast<int>(C::SIZE);
+                    for (uint8_t code : codes) sum += C::HAS_TABLE ? args.table[code] : code;
+                    uint16_t scale = args.scales[first + part];
+                    numbers[part * PANEL + column] = scale;
+                    if (C::HAS_MINIMUM) numbers[(C::PARTS + part) * PANEL + column] = args.minimums[first + part];
+                    offset += from_fp16(scale) * static_cast<float>(sum);
+                }
+                numbers[(C::NUMBERS - 1) * PANEL + column] = to_fp16(offset);
+            }
+        }
+    });
+}
+
+// ROWS rows times one panel.
+template <typename C, int ROWS>
+PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row, const uint8_t* bytes, const uint8_t* table, Ahead& ahead,
+                                   Floats (*out)[VECTORS]) {
+    Floats sums[ROWS][VECTORS];
+    clear(sums);
+    Ints tables[C::DIGITS];
+    if constexpr (C::HAS_TABLE) load_table(table, tables);
+    for (int64_t group = 0; group < rows.groups; group++, bytes += C::GROUP_BYTES) {
+        ahead.fetch();
+        const uint8_t* x = rows.group(first_row, group);
+        const auto* numbers = reinterpret_cast<const uint16_t*>(bytes + C::CODE_BYTES * PANEL);
+        PAGODA_UNROLL
+        for (int part = 0; part < C::PARTS; part++) {
+            Ints whole[ROWS][VECTORS];
+            PAGODA_UNROLL
+            for (int digit = C::DIGITS - 1; digit >= 0; digit--)
+                PAGODA_UNROLL
+                for (int64_t first = part * C::SIZE; first < (part + 1) * C::SIZE; first += C::RUN) {
+                    Ints products[ROWS][VECTORS];
+                    clear(products);
+                    PAGODA_UNROLL
+                    for (int64_t k = first; k < first + C::RUN; k += 4 * QUADS) {
+                        Ints w[QUADS][VECTORS];
+                        PAGODA_UNROLL
+                        for (int i = 0; i < QUADS * VECTORS; i++)
+                            w[i / VECTORS][i % VECTORS] = C::values(bytes + 4 * LANES * (i % VECTORS), k / 4 + i / VECTORS, digit, tables);
+                        PAGODA_UNROLL
+                        for (int row = 0; row < ROWS; row++)
+                            for_each_quad([&, a = load_activations(x + row * rows.groups * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
+                                PAGODA_UNROLL
+                                for (int i = 0; i < VECTORS; i++) {
+                                    products[row][i] = dot4_small<quad.value>(products[row][i], a, w[quad.value][i]);
+                                    if (KEEPS_SUMS) PAGODA_KEEP(products[row][i]);
+                                }
+                            });
+                    }
+                    bool is_first = digit == C::DIGITS - 1 && first == part * C::SIZE;
+                    PAGODA_UNROLL
+                    for (int row = 0; row < ROWS; row++)
+                        PAGODA_UNROLL
+                        for (int i = 0; i < VECTORS; i++) {
+                            Ints sum = C::IS_ONE_RUN ? products[row][i] : total(products[row][i]) << 4 * digit;
+                            whole[row][i] = is_first ? sum : whole[row][i] + sum;
+                        }
+                }
+            PAGODA_UNROLL
+            for (int i = 0; i < VECTORS; i++) {
+                Floats scale = load_fp16(numbers + part * PANEL + i * LANES), middle{};  // the weight of value 0
+                if constexpr (C::HAS_MINIMUM)
+                    middle = load_fp16(numbers + (C::PARTS + part) * PANEL + i * LANES) + static_cast<float>(C::MIDDLE) * scale;
+                PAGODA_UNROLL
+                for (int row = 0; row < ROWS; row++) {
+                    int64_t at = (first_row + row) * rows.groups + group;
+                    sums[row][i] += to_floats(C::IS_ONE_RUN ? total(whole[row][i]) : whole[row][i]) * (scale * broadcast(rows.scales[at]));
+                    if constexpr (C::HAS_MINIMUM) sums[row][i] += middle * broadcast(rows.halves[2 * at + part]);
+                }
+            }
+        }
+        PAGODA_UNROLL
+        for (int i = 0; i < VECTORS; i++) {
+            Floats offset = load_fp16(numbers + (C::NUMBERS - 1) * PANEL + i * LANES);
+            PAGODA_UNROLL
+            for (int row = 0; row < ROWS; row++)
+                sums[row][i] += offset * broadcast(rows.least[(first_row + row) * rows.groups + group]);
+        }
+    }
+    PAGODA_UNROLL
+    for (int row = 0; row < ROWS; row++)
+        PAGODA_UNROLL
+        for (int i = 0; i < VECTORS; i++) out[row][i] = sums[row][i];
+}
+
+template <typename C, typename T>
+void linear_grouped(ThreadPool& pool, const LinearArgs& args) {
+    static_assert(!C::HAS_MINIMUM || C::SIZE == GROUP / 2);  // activations are summed by halves
+    constexpr int TILE_ROWS = REGISTERS == 32 ? 8 : 4;  // all sums of a group stay in registers
+    if (args.rows == 0) return;
+    QuantizedRows rows = quantize_rows<T>(pool, args, C::HAS_MINIMUM);
+    const uint8_t* weight = static_cast<const uint8_t*>(args.weight);
+    GroupedPanels<C> panels(args.in);
+    int64_t panel_bytes = panels.panel_bytes();
+    const uint8_t* table = weight + panels.table_offset(args.out_size);
+    multiply_panels<TILE_ROWS, 96, T>(pool, args, weight, panel_bytes, rows.groups,
+                                      [&](auto count, int64_t row, int64_t panel, Ahead& ahead, auto* sums) {
+                                          multiply_grouped<C, count.value>(rows, row, weight + panel * panel_bytes, table, ahead, sums);
+                                      });
+}
+
+// Reads rows of the weight, an output's inputs each, as T: embeddings of tokens where the table is also the head.
+template <typename C, typename T>
+void embedding_grouped(ThreadPool& pool, const int64_t* ids, const uint8_t* packed, T* out, int64_t count, int64_t in, int64_t out_size) {
+    GroupedPanels<C> panels(in);
+    auto* table = reinterpret_cast<const int8_t*>(packed + panels.table_offset(out_size));
+    int64_t rows_a_part = rows_per_part(count, in);
+    pool.run(static_cast<int>(ceil_div(count, rows_a_part)), [&](int share) {
+        int64_t end = std::min(count, (share + 1) * rows_a_part);
+        for (int64_t row = share * rows_a_part; row < end; row++) {
+            int64_t column = ids[row] % PANEL;
+            const uint8_t* bytes = packed + ids[row] / PANEL * panels.panel_bytes();
+            for (int64_t first = 0; first < in; first += 4) {
+                if (first && first % GROUP == 0) bytes += C::GROUP_BYTES;
+                auto* numbers = reinterpret_cast<const uint16_t*>(bytes + C::CODE_BYTES * PANEL) + first % GROUP / C::SIZE * PANEL + column;
+                float scale = from_fp16(*numbers), minimum = C::HAS_MINIMUM ? from_fp16(numbers[C::PARTS * PANEL]) : 0.0f;
+                uint32_t codes = C::template codes<uint32_t>(bytes + 4 * column, first % GROUP / 4);
+                for (int64_t i = first; i < first + 4; i++, codes >>= 8) {
+                    int code = codes & 255, value = C::HAS_TABLE ? table[code] : C::HAS_MINIMUM ? code : code - C::MIDDLE;
+                    round_to(out + row * in + i, scale * static_cast<float>(value) + minimum);
+                }
+            }
+        }
+    });
+}
+
+// Calls op with the Codes of a format.
+template <typename Op>
+auto with_codes(Grouped format, const Op& op) {
+    constexpr Look SMALL = PAIRS_ARE_LIMITED ? Look::in_small_table : Look::in_table;  // elsewhere they are the same
+    switch (format) {
+        case Grouped::nibbles_above_minimum: return op(Codes<4, 32, true>{});
+        case Grouped::nibbles: return op(Codes<4, 32>{});
+        case Grouped::small_table: return op(Codes<4, 32, false, SMALL>{});
+        case Grouped::table: return op(Codes<4, 32, false, Look::in_table>{});
+        case Grouped::five_bits: return op(Codes<5, 32>{});
+        case Grouped::five_bits_above_minimum: return op(Codes<5, 32, true>{});
+        case Grouped::six_bits: return op(Codes<6, 16>{});
+        case Grouped::bytes: break;
+    }
+    return op(Codes<8, 32>{});
+}
