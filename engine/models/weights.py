@@ -219,7 +219,8 @@ class Weights:
     """
 
     def __init__(self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype) -> None:
-        self.ops, self.device, self.dtype = ops, device, dtype
+        self.ops, self.dtype = ops, dtype
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self.num_bytes = 0
         self._tensors = tensors
 
