@@ -22,7 +22,7 @@ from .progress import Progress, no_progress
 PIECE_BYTES = 1 << 22
 MANIFEST = "manifest.json"
 # Increased whenever an import would produce something else: folders of an older format are imported again.
-FORMAT = 4
+FORMAT = 5
 
 
 @contextmanager

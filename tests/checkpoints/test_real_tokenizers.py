@@ -110,7 +110,7 @@ def gguf_vocabulary(folder: Path, pre: str | None) -> Vocabulary:
         metadata |= {"tokenizer.ggml.bos_token_id": ids["<bos>"]}
     else:
         metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
-    embedding = SimpleNamespace(shape=(1, len(tokens)))
+    embedding = SimpleNamespace(shape=(len(tokens), 1))
     return Vocabulary(
         name="tiny.gguf", architecture="tiny", metadata=metadata, tensors={"token_embd.weight": embedding}
     )
