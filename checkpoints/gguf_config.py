@@ -5,7 +5,7 @@ It also finds the sampling that a file recommends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,17 @@ from .folder import CheckpointError, quoted
 from .gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
+GEMMA3_27B_LAYERS = 62
 DEFAULT_TEMPERATURE = 0.8  # llama.cpp's, which a file leaves in place if it recommends other numbers alone
 
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_SANDWICH_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
@@ -29,6 +36,10 @@ class Family:
     interleaved_rotary  the GGUF keeps the rows of Q and K in the order of interleaved rotary pairs
     qkv_bias            None: the file decides
     norm_offset         what the GGUF has added to the weights of norms
+    model_type          in config.json; empty: the GGUF's name of the architecture
+    activation          the name and value of its field in config.json
+    has_windows         a layer's window is computed; otherwise the context is cut to the window
+    fields              further fields of config.json
     """
 
     transformers_class: str
@@ -36,6 +47,20 @@ class Family:
     interleaved_rotary: bool = False
     qkv_bias: bool | None = None
     norm_offset: float = 0.0
+    model_type: str = ""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    has_windows: bool = False
+    fields: Callable[[GgufFile, ModelShape], Mapping[str, object]] = lambda file, shape: {}
+
+
+def _gemma3_fields(file: GgufFile, shape: ModelShape) -> Mapping[str, object]:
+    """What Gemma's files leave out is the same in all sizes, but that the largest scales scores by another size."""
+    is_largest = shape.num_layers == GEMMA3_27B_LAYERS
+    return {
+        "sliding_window": file.integer("gemma3.attention.sliding_window"),
+        "rope_local_base_freq": 10_000.0,
+        "query_pre_attn_scalar": shape.hidden_size // shape.num_heads if is_largest else shape.head_dim,
+    }
 
 
 FAMILIES = {
@@ -43,6 +68,16 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", _PRE_NORMS, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", _PRE_NORMS | _QK_NORMS, qkv_bias=False),
     "olmo2": Family("Olmo2ForCausalLM", _POST_NORMS | _QK_NORMS, qkv_bias=False),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        _SANDWICH_NORMS | _QK_NORMS,
+        qkv_bias=False,
+        norm_offset=1.0,
+        model_type="gemma3_text",
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        has_windows=True,
+        fields=_gemma3_fields,
+    ),
 }
 
 
@@ -111,7 +146,7 @@ def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
     arch = shape.family
     config: dict[str, object] = {
         "architectures": [FAMILIES[arch].transformers_class],
-        "model_type": arch,
+        "model_type": FAMILIES[arch].model_type or arch,
         "dtype": "bfloat16",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
@@ -120,12 +155,13 @@ def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
+        FAMILIES[arch].activation[0]: FAMILIES[arch].activation[1],
         "max_position_embeddings": _context_len(file),
         "rms_norm_eps": file.number(f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, shape),
         "tie_word_embeddings": shape.tied_embeddings,
+        **FAMILIES[arch].fields(file, shape),
     }
     if arch != "qwen2":  # whose biases are part of the architecture
         config["attention_bias"] = shape.qkv_bias
@@ -138,8 +174,10 @@ def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
 
 
 def _context_len(file: GgufFile) -> int:
-    """The context length, at most a sliding window: within it, windowed attention equals full attention."""
+    """The context length, at most a window that is not computed: within it, windowed attention equals full attention."""
     context_len = file.integer(f"{file.architecture}.context_length")
+    if FAMILIES[file.architecture].has_windows:
+        return context_len
     window = file.integer(f"{file.architecture}.attention.sliding_window", 0)
     return min(context_len, window) if window else context_len
 

@@ -66,7 +66,12 @@ def test_imported_tensors_are_the_originals(tiny: TinyModel, tmp_path: Path) -> 
         assert torch.equal(tensors[name], values), name
 
 
-@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=VARIANTS.keys())
+GEMMA = tiny_model(
+    "gemma3", head_dim=32, query_pre_attn_scalar=32, sliding_window=8, tie_word_embeddings=True, num_hidden_layers=6
+)
+
+
+@pytest.mark.parametrize("tiny", [*VARIANTS.values(), GEMMA], ids=[*VARIANTS, "gemma3"])
 def test_imported_model_computes_the_originals_logits(tiny: TinyModel, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(plain(imported(tiny, tmp_path), tmp_path), dtype=torch.float32)
     ids = torch.arange(3, 40)[None]

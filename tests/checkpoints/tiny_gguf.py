@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from gguf.constants import TokenType
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -38,6 +40,8 @@ MODELS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
 }
+# Their files hold 1 + weight of each norm, which rounds it.
+ROUNDED = {"gemma3": (Gemma3TextConfig, Gemma3ForCausalLM)}
 GGUF_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -55,6 +59,7 @@ GGUF_NAMES = {
     "lm_head": "output",
 }
 POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+NORMS = {"olmo2": POST_NORMS, "gemma3": POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}}
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
@@ -90,7 +95,7 @@ class TinyModel:
 
 def tiny_model(family: str, seed: int = 0, **config: object) -> TinyModel:
     torch.manual_seed(seed)
-    config_class, model_class = MODELS[family]
+    config_class, model_class = (MODELS | ROUNDED)[family]
     model = model_class(config_class(**(SIZES | config)))
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too, or swapping two of them would go unnoticed
@@ -100,7 +105,7 @@ def tiny_model(family: str, seed: int = 0, **config: object) -> TinyModel:
 
 def gguf_tensors(family: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
     config, tensors = model.config, {}
-    names = GGUF_NAMES | (POST_NORMS if family == "olmo2" else {})
+    names = GGUF_NAMES | NORMS.get(family, {})
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -115,7 +120,7 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
             values = interleave(values, config.num_attention_heads)
         if family == "llama" and ".attn_k." in gguf_name:
             values = interleave(values, config.num_key_value_heads)
-        tensors[gguf_name] = values
+        tensors[gguf_name] = values + np.float32(family == "gemma3" and "norm" in gguf_name)
     return tensors
 
 
@@ -135,8 +140,10 @@ def _metadata(family: str, config: object) -> dict[str, object]:
         f"{family}.attention.head_count": config.num_attention_heads,
         f"{family}.attention.head_count_kv": config.num_key_value_heads,
         f"{family}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{family}.rope.freq_base": float(rope["rope_theta"]),
+        f"{family}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
     }
+    if family == "gemma3":
+        metadata["gemma3.attention.sliding_window"] = config.sliding_window
     if head_dim := getattr(config, "head_dim", None):
         metadata[f"{family}.attention.key_length"] = head_dim
         metadata[f"{family}.attention.value_length"] = head_dim
