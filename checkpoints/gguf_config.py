@@ -174,7 +174,7 @@ def config_of(file: GgufFile, shape: ModelShape) -> dict[str, object]:
 
 
 def _context_len(file: GgufFile) -> int:
-    """The context length, at most a window that is not computed: within it, windowed attention equals full attention."""
+    """The context length, at most a window that is not computed: within it, windows change nothing."""
     context_len = file.integer(f"{file.architecture}.context_length")
     if FAMILIES[file.architecture].has_windows:
         return context_len
