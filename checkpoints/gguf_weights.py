@@ -126,7 +126,7 @@ def _stored(file: GgufFile, tensor: GgufTensor, shape: ModelShape) -> StoredGguf
 
 
 def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
-    """Raise CheckpointError for a type that holds no weights, or that nobody here can read."""
+    """Raise CheckpointError for a type that holds no weights, or that no reader here supports."""
     kind = tensor.kind
     if kind in _WHOLE or kind in READERS:
         return

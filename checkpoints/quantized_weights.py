@@ -20,7 +20,7 @@ AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
 GGUF = "gguf"  # written by our own import
 SUPPORTED = (AWQ, GPTQ, COMPRESSED, FP8)
 _FP8_METHODS = (FP8, "fbgemm_fp8")
-# Of the 8 outputs in a word of AWQ, the bit at which each begins.
+# The bit at which each of the 8 outputs in a word of AWQ begins.
 _AWQ_SHIFTS = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32) * 4
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 

@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def engine_bytes(self) -> int:
-        """Of the engine without its KV cache."""
+        """The engine's memory without its KV cache."""
         return self.weights + self.rest
 
 
