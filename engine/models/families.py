@@ -12,6 +12,7 @@ from ...kernels import Routing
 from ..core.errors import ConfigError
 from .config import (
     ACTIVATIONS,
+    DEFAULT_NORM_EPS,
     MIXTRAL_NAMES,
     PLAIN_NAMES,
     POST_NORMS,
@@ -52,7 +53,7 @@ class Family:
 def _llama(file: ConfigFile, name: str) -> ModelConfig:
     """Touvron et al., 2023: each sublayer reads the normalised residual stream."""
     bias = file.flag("attention_bias", False)
-    config = ModelConfig.read(file, name)
+    config = ModelConfig.read(file, name, norm_eps=1e-5 if name in ("internlm3", "iquestcoder") else DEFAULT_NORM_EPS)
     return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=file.flag("mlp_bias", False))
 
 

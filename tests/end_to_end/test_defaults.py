@@ -103,12 +103,11 @@ def test_a_server_can_ignore_what_is_recommended(hot_model: Path) -> None:
 
 def test_what_must_not_be_said_is_not_said(channel: grpc.Channel) -> None:
     inference = inference_pb2_grpc.InferenceStub(channel)
+    asked = request("The capital of France is", max_tokens=24, sampling={"temperature": 0})
+    assert "Paris" in ask(inference, asked).text()
+    asked.sampling.bad_words.append("Paris")
+    assert "Paris" not in ask(inference, asked).text()
     asked = request("one two one two one two one two", max_tokens=24, sampling={"temperature": 0})
-    answer = ask(inference, asked)
-    assert "one" in answer.text(), "it repeats the pattern if it may"
-    asked.sampling.bad_words.append("one")
-    assert "one" not in ask(inference, asked).text()
-    del asked.sampling.bad_words[:]
     asked.sampling.no_repeat_ngram_size = 2
     asked.output.prompt = True
     answer = ask(inference, asked)
