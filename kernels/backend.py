@@ -17,7 +17,12 @@ from .grouped_weight import GroupedFormat
 from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native, stacked
 from .linear_grouped import linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
 from .linear_int8 import linear_int8, linear_int8_native
-from .linear_quantized import linear_fp8_weight, linear_int8_weight, linear_int8_weight_native
+from .linear_quantized import (
+    linear_fp8_weight,
+    linear_grouped_weight,
+    linear_int8_weight,
+    linear_int8_weight_native,
+)
 from .paged import PLAIN_SCORING, AttentionPlan, PagedKV, Scoring
 from .paged_attention import (
     is_read_in_place,
@@ -92,11 +97,12 @@ class Backend:
 
     embedding    its result has the dtype of the residual stream: the table's, or float32
     makers       make the products of weights in each format; REFERENCE has all formats
-    multiplies   whether products in int4 take a weight in this format
+    multiplies   whether products in int4 or in groups take a weight in this format
     join         makes an expert layer of products in each format; its reference is `experts`
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
-    weights           the format that a model's matrices get; int4: those that `keeps` names as they are, others int8
+    weights           the format that a model's matrices get; int4: those that `keeps` names as they are, others int8;
+                      groups: all matrices as the checkpoint has them, and activations as they are
     is_deterministic  a token's logits depend on the tokens before it alone, to the last bit: not on the batch, on how
                       the prompt was cut, or on what was cached
 
@@ -134,7 +140,7 @@ class Backend:
 
     def keeps(self, form: GroupedFormat | None) -> bool:
         """Whether `linear` takes a `GroupedWeight` of this format; None: a weight that is not in groups."""
-        return self.weights == "int4" and form is not None and self.multiplies(form)
+        return self.weights in ("int4", "groups") and form is not None and self.multiplies(form)
 
     def linear(self, weight: Any, bias: Tensor | None, use: Use = PLAIN) -> Linear:
         """Make a product with a weight, which gets this backend's format, or with a list of them that are stacked.
@@ -169,6 +175,7 @@ REFERENCE = Backend(
         "int8": linear_int8,
         "int8-weight": linear_int8_weight,
         "int4": linear_grouped,
+        "groups": linear_grouped_weight,
         "fp8": linear_fp8_weight,
     },
     rms_norm=rms_norm,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 NIBBLES = 16  # the codes of 4 bits
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +63,16 @@ class GroupedWeight:
     minimums: Tensor | None = None
 
     @staticmethod
-    def allocate(form: GroupedFormat, out_size: int, in_size: int) -> GroupedWeight:
+    def allocate(form: GroupedFormat, out_size: int, in_size: int, device: torch.device = _CPU) -> GroupedWeight:
         """Allocate an uninitialized weight. `in_size` is a multiple of the format's group."""
         groups, rest = divmod(in_size, form.group)
         assert rest == 0
         dtype, size = form.values_shape
         return GroupedWeight(
             form,
-            torch.empty(out_size, groups, size, dtype=dtype),
-            torch.empty(out_size, groups, dtype=torch.float16),
-            torch.empty(out_size, groups, dtype=torch.float16) if form.has_minimum else None,
+            torch.empty(out_size, groups, size, dtype=dtype, device=device),
+            torch.empty(out_size, groups, dtype=torch.float16, device=device),
+            torch.empty(out_size, groups, dtype=torch.float16, device=device) if form.has_minimum else None,
         )
 
     @staticmethod
@@ -115,7 +116,7 @@ class GroupedWeight:
         codes = torch.cat([self.values & 15, self.values >> 4], dim=-1)
         if self.format.table is None:
             return codes.view(torch.int8)
-        return torch.tensor(self.format.table, dtype=torch.int8)[codes.int()]
+        return torch.tensor(self.format.table, dtype=torch.int8, device=codes.device)[codes.int()]
 
     def dequantize(self) -> Tensor:
         """[out, in] float32, each element rounded once."""

@@ -10,7 +10,7 @@ from ..rms_norm import add
 from ..route import route
 from ..sample import likeliest_if_drawn, most_likely_allowed, sample
 from .experts import experts_triton
-from .linear import linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
+from .linear import linear_fp8_weight_triton, linear_grouped_triton, linear_int8_weight_triton, linear_triton
 from .paged_attention import paged_attention_triton, plan_attention_triton
 from .rms_norm import layer_norm_triton, rms_norm_triton
 from .rope_and_store_kv import rope_and_store_kv_triton
@@ -23,6 +23,7 @@ TRITON = Backend(
         UNQUANTIZED: linear_triton,
         "int8-weight": linear_int8_weight_triton,
         "fp8": linear_fp8_weight_triton,
+        "groups": linear_grouped_triton,
     },
     rms_norm=rms_norm_triton,
     layer_norm=layer_norm_triton,

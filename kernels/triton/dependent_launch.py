@@ -31,7 +31,7 @@ import triton.language as tl
 from .configs import capability, tuned
 
 FIRST_CAPABILITY = 90
-CONSTANTS = frozenset({"weight_ptr", "scales_ptr", "bias_ptr", "query_norm_ptr", "key_norm_ptr"})
+CONSTANTS = frozenset({"weight_ptr", "scales_ptr", "minimums_ptr", "bias_ptr", "query_norm_ptr", "key_norm_ptr"})
 
 
 @dataclass(frozen=True, slots=True)

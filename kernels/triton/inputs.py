@@ -10,10 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..grouped_weight import GroupedFormat, GroupedWeight
 from ..paged import AttentionPlan, PagedKV
 from ..row_sampling import MAX_BIASES, MAX_STOPS, SamplingRows, allocate_rows
 
 BLOCK_SIZE = 16
+# What codes of 4 bits stand for: MXFP4's numbers, doubled, and those of GGUF's IQ4_NL.
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,22 @@ SMOLLM2 = ModelShape("smollm2-135m", 30, 9, 3, 64, 576, 1536, 49152, tied=True)
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=device)
+
+
+def random_groups(form: GroupedFormat, out_size: int, in_size: int, device: torch.device) -> GroupedWeight:
+    """A weight with all codes of its format, and elements about as large as those of `normal`."""
+    weight = GroupedWeight.allocate(form, out_size, in_size, device)
+    levels = 1 << form.bits
+    if form.bits == 4:
+        weight.values.random_(0, 256)
+    else:
+        least = 0 if form.has_minimum and form.bits < 8 else -levels // 2
+        weight.values.random_(least, least + levels)
+    step = 4 / levels if form.table is None else 4 / max(map(abs, form.table))
+    weight.scales.uniform_(step / 2, 3 * step / 2)
+    if weight.minimums is not None:
+        weight.minimums.uniform_(-3, -1)
+    return weight
 
 
 def random_pages(model: ModelShape, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> PagedKV:

@@ -1,4 +1,4 @@
-"""Products on a GPU, of weights as they are, in int8 or in float8.
+"""Products on a GPU, of weights as they are, in int8, in float8 or in groups of codes.
 
 A kernel of ours multiplies few rows, by default only those of quantized weights, which it widens in registers on their
 way to the tensor cores. The library multiplies many rows, from a widened copy of a quantized weight. Measurements of a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..activate import Activation
+from ..grouped_weight import GroupedWeight
 from ..linear import PLAIN, Linear, Use, linear
 from ..linear_quantized import quantize_to_fp8, quantize_to_int8
 from .activate import activate_triton
@@ -91,11 +93,11 @@ class WeightMaker:
     """
 
     op: str
-    prepare: Callable[[Tensor], Weight]
+    prepare: Callable[[Any], Weight]
     default: DefaultConfig
     default_gated: DefaultConfig
 
-    def __call__(self, weight: Tensor, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
+    def __call__(self, weight: Any, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
         if use.is_router:
             return _FixedRouter(weight.float(), bias) if use.is_deterministic else linear(weight, bias, use)
         prepared = self.prepare(weight)
@@ -115,10 +117,12 @@ def default_config(rows: int, sizes: tuple[int, int], device: torch.device) -> C
     return kernel_config(rows, sizes, device) if rows <= KERNEL_ROWS else NO_KERNEL
 
 
-def kernel_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+def kernel_config(rows: int, sizes: tuple[int, int], device: torch.device, in_groups: bool = False) -> Config:
     """Choose tiles by the number of rows, and splits so that every processor has programs."""
     out_size, in_size = sizes
-    if rows <= 32:
+    if rows == 32 and in_groups:  # in half of the tile, registers do not suffice for compute capability 10.0
+        tile = Config(rows=32, outputs=128, inputs=128, splits=1, num_warps=8, num_stages=4)
+    elif rows <= 32:
         inputs = 128 if in_size % 128 == 0 else 64
         tile = Config(rows=max(rows, 16), outputs=64, inputs=inputs, splits=1, num_warps=4, num_stages=4)
     elif rows == 64:
@@ -129,6 +133,15 @@ def kernel_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Co
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // programs
     splits = min(wanted, in_size // tile.inputs // FEWEST_TILES, MOST_SPLITS)
     return replace(tile, splits=max(splits, 1))
+
+
+def grouped_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    """`default_config` for weights in groups."""
+    return kernel_config(rows, sizes, device, in_groups=True) if rows <= KERNEL_ROWS else NO_KERNEL
+
+
+def gated_grouped_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
+    return grouped_config(rows, sizes, device) if rows <= FUSED_ROWS else NO_KERNEL
 
 
 def default_gated_config(rows: int, sizes: tuple[int, int], device: torch.device) -> Config:
@@ -149,6 +162,22 @@ def to_fp8(weight: Tensor) -> Weight:
     return Weight(*quantize_to_fp8(weight))
 
 
+def in_groups(weight: GroupedWeight) -> Weight:
+    minimums = None if weight.minimums is None else weight.minimums.contiguous()
+    parts = weight.values.contiguous(), weight.scales.contiguous(), minimums
+    return Weight(*parts, weight.format.group, weight.format.table)
+
+
+def linear_grouped_triton(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    """`linear_grouped_weight`: a weight that is not in groups is multiplied as it is."""
+    if isinstance(weight, Tensor):
+        return linear_triton(weight, bias, use)
+    make = _linear_4_bits if weight.format.bits == 4 else _linear_8_bits
+    return make(weight, bias, use)
+
+
 linear_triton = WeightMaker("linear", Weight, library, library)
+_linear_4_bits = WeightMaker("linear_4_bits", in_groups, grouped_config, gated_grouped_config)
+_linear_8_bits = WeightMaker("linear_8_bits", in_groups, grouped_config, gated_grouped_config)
 linear_int8_weight_triton = WeightMaker("linear_int8_weight", to_int8, default_config, default_gated_config)
 linear_fp8_weight_triton = WeightMaker("linear_fp8_weight", to_fp8, default_config, default_gated_config)

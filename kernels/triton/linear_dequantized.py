@@ -22,12 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import await_previous, dependent_launch
+from .groups import packed_table, values_of
 from .product import Weight
 
 # Large enough that a product of a part of the head occupies the GPU, and a fraction of a percent of its memory.
 SCRATCH_BYTES = 256 << 20
 MOST_INPUTS = 4096  # that a program widens
-INPUTS_PER_WARP = 512  # 16 bytes a thread
+INPUTS_PER_WARP = 512  # 16 bytes a thread of 8-bit values
 
 
 def multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -52,28 +53,96 @@ def multiply_dequantized(x: Tensor, weight: Weight, bias: Tensor | None) -> Tens
 
 
 def dequantize(weight: Weight, start: int, out: Tensor) -> Tensor:
-    """Write values · scales to `out` [outputs, in], beginning with the weight's output `start`. Returns `out`."""
-    outputs, in_size = out.shape
-    block = min(triton.next_power_of_2(in_size), MOST_INPUTS)
-    _dequantize[(outputs, triton.cdiv(in_size, block))](
-        weight.values,
-        weight.scales,
-        out,
-        start,
-        in_size,
-        BLOCK=block,
-        num_warps=max(block // INPUTS_PER_WARP, 1),
-        **dependent_launch(),
-    )
+    """Write the weight's outputs from `start` on to `out` [outputs, in]. Returns `out`."""
+    _dequantize_rows(weight, start, None, out)
     return out
 
 
+def look_up(weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight's outputs `ids` [count] int64, as `dtype` [count, in]."""
+    out = torch.empty(len(ids), weight.sizes[1], dtype=dtype, device=ids.device)
+    if len(ids):
+        _dequantize_rows(weight, 0, ids, out)
+    return out
+
+
+def _dequantize_rows(weight: Weight, start: int, ids: Tensor | None, out: Tensor) -> None:
+    outputs, in_size = out.shape
+    block = min(triton.next_power_of_2(in_size), MOST_INPUTS)
+    grid = (outputs, triton.cdiv(in_size, block))
+    inputs_per_warp = INPUTS_PER_WARP * (2 if weight.is_packed else 1)
+    options = {"num_warps": max(block // inputs_per_warp, 1), **dependent_launch()}
+    if weight.group:
+        _dequantize_groups[grid](
+            weight.values,
+            weight.scales,
+            weight.minimums,
+            ids,
+            out,
+            start,
+            in_size // weight.group,
+            GROUP=weight.group,
+            GROUPS=max(block // weight.group, 1),
+            IS_PACKED=weight.is_packed,
+            TABLE=packed_table(weight.table),
+            **options,
+        )
+    else:
+        _dequantize[grid](weight.values, weight.scales, ids, out, start, in_size, BLOCK=block, **options)
+
+
 @triton.jit(do_not_specialize=["start"])
-def _dequantize(weight_ptr, scales_ptr, out_ptr, start, in_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    output = tl.program_id(0).to(tl.int64)
+def _dequantize(weight_ptr, scales_ptr, ids_ptr, out_ptr, start, in_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
     inputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = inputs < in_size
-    scale = tl.load(scales_ptr + start + output)
-    values = tl.load(weight_ptr + (start + output) * in_size + inputs, mask=inside, other=0.0).to(tl.float32)
-    await_previous(PDL)  # the weight is a constant
-    tl.store(out_ptr + output * in_size + inputs, (values * scale).to(out_ptr.dtype.element_ty), mask=inside)
+    if ids_ptr is not None:
+        await_previous(PDL)
+        output = tl.load(ids_ptr + row)
+    else:
+        output = start + row
+    scale = tl.load(scales_ptr + output)
+    values = tl.load(weight_ptr + output * in_size + inputs, mask=inside, other=0.0).to(tl.float32)
+    if ids_ptr is None:
+        await_previous(PDL)  # the weight is a constant
+    tl.store(out_ptr + row * in_size + inputs, (values * scale).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _dequantize_groups(
+    weight_ptr,
+    scales_ptr,
+    minimums_ptr,
+    ids_ptr,
+    out_ptr,
+    start,
+    num_groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    TABLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    width: tl.constexpr = GROUP // 2 if IS_PACKED else GROUP  # stored values of a group
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    number = tl.arange(0, width)
+    inside = group < num_groups
+    if ids_ptr is not None:
+        await_previous(PDL)
+        output = tl.load(ids_ptr + row)
+    else:
+        output = start + row
+    place = output * num_groups + group
+    scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if minimums_ptr is not None:
+        minimum = tl.load(minimums_ptr + place, mask=inside, other=0.0).to(tl.float32)[:, None]
+    codes = tl.load(weight_ptr + place[:, None] * width + number[None, :], mask=inside[:, None], other=0)
+    if ids_ptr is None:
+        await_previous(PDL)  # the weight is a constant
+    for part in tl.static_range(2 if IS_PACKED else 1):
+        element = values_of(codes, part, IS_PACKED, TABLE) * scale
+        if minimums_ptr is not None:
+            element += minimum
+        target = out_ptr + (row * num_groups + group)[:, None] * GROUP + part * width + number[None, :]
+        tl.store(target, element.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -21,16 +21,17 @@ from .product import Config, Weight, multiply
 SPLIT_INPUTS = 1024
 
 
-def fixed_config(in_size: int, itemsize: int) -> Config:
+def fixed_config(in_size: int, itemsize: int, in_groups: bool = False) -> Config:
     """The configuration for rows of a type of `itemsize` bytes, whatever their number.
 
     In 16 bits a tile has 64 rows. The arithmetic of rows that a small batch lacks takes less time than reading the
     weight; of a large batch, so many rows share each read of it. In float32, whose products no matrix instruction
-    computes exactly, operands are in registers.
+    computes exactly, operands are in registers. A part of a weight in groups has whole groups.
     """
     splits = triton.cdiv(in_size, SPLIT_INPUTS)
     if itemsize == 4:
-        return Config(rows=16, outputs=64, inputs=32, splits=splits, num_warps=4, num_stages=3)
+        inputs, stages = (64, 2) if in_groups else (32, 3)
+        return Config(rows=16, outputs=64, inputs=inputs, splits=splits, num_warps=4, num_stages=stages)
     return Config(rows=64, outputs=128, inputs=64, splits=splits, num_warps=8, num_stages=4)
 
 
@@ -45,6 +46,6 @@ class FixedLinear:
     def __call__(self, x: Tensor, /) -> Tensor:
         x = activate_triton(x, self.activation) if self.activation else x
         out_size, in_size = self.weight.sizes
-        config = fixed_config(in_size, x.dtype.itemsize)
+        config = fixed_config(in_size, x.dtype.itemsize, in_groups=self.weight.group > 0)
         tiles = triton.cdiv(len(x), config.rows) * triton.cdiv(out_size, config.outputs)
         return multiply(x, self.weight, self.bias, config, adds_up=tiles >= num_processors(x.device))

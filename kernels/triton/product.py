@@ -19,6 +19,7 @@ from ..activate import NO_ACTIVATION, Activation
 from .activate import apply, gate
 from .configs import IS_INTERPRETED, remembered, tuned
 from .dependent_launch import await_previous, dependent_launch
+from .groups import inputs_of_part, load, packed_table, widened_part
 
 REDUCED = 1024  # sums that a program adds up
 LINE_BYTES = tl.constexpr(128)  # of the level-2 cache
@@ -46,17 +47,28 @@ class Config:
 class Weight:
     """A weight, quantized or not.
 
-    values  [out, in], contiguous, of any dtype that widens to that of the rows
-    scales  [out] float32, factors of the values; None: the values are the weight
+    values    [out, in], contiguous, of any dtype that widens to that of the rows; in groups as in `GroupedWeight`
+    scales    [out] float32, factors of the values; None: the values are the weight; in groups [out, groups]
+    minimums  [out, groups], what is added to the scaled values of a group, or None
+    group     inputs that share a scale, if not all inputs of an output do
+    table     what codes of 4 bits in groups stand for; None: themselves
     """
 
     values: Tensor
     scales: Tensor | None = None
+    minimums: Tensor | None = None
+    group: int = 0
+    table: tuple[int, ...] | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
         """(out, in)"""
-        return self.values.shape[0], self.values.shape[1]
+        return self.values.shape[0], self.values.shape[1] * (self.group or 1)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes of 4 bits share a byte."""
+        return self.values.dtype == torch.uint8
 
 
 NO_KERNEL = Config(rows=0, outputs=0, inputs=0, splits=0, num_warps=0, num_stages=0)  # another implementation is faster
@@ -116,6 +128,7 @@ def multiply(
         x.contiguous(),
         weight.values,
         weight.scales,
+        weight.minimums,
         bias if programs == 1 else None,
         sums,
         rows,
@@ -129,6 +142,9 @@ def multiply(
         INPUTS=config.inputs,
         SPLITS=splits // programs,
         IS_EVEN=in_size % config.inputs == 0,
+        GROUP=weight.group,
+        IS_PACKED=weight.is_packed,
+        TABLE=packed_table(weight.table),
         FUNCTION=activation.function if activation else "",
         IS_GATED=bool(is_gated),
         UPCAST=IS_INTERPRETED,
@@ -148,6 +164,7 @@ def _multiply(
     x_ptr,
     weight_ptr,
     scales_ptr,
+    minimums_ptr,
     bias_ptr,
     sums_ptr,
     num_rows,
@@ -161,6 +178,9 @@ def _multiply(
     INPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    TABLE: tl.constexpr,
     FUNCTION: tl.constexpr,
     IS_GATED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -174,10 +194,15 @@ def _multiply(
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     read_output = tl.minimum(output, out_size - 1).to(tl.int64)
     x_width = 2 * in_size if IS_GATED else in_size
-    if scales_ptr is not None:
+    row_ptr = x_ptr + read_row[:, None] * x_width
+    parameters = (first_parameter, second_parameter)
+    dtype: tl.constexpr = tl.float32 if UPCAST else x_ptr.dtype.element_ty
+    if scales_ptr is not None and GROUP == 0:
         scale = tl.load(scales_ptr + read_output)[:, None]
     if PDL:
-        _prefetch(weight_ptr + read_output[:, None] * in_size, split * SPLITS * tiles_per_split * INPUTS, in_size)
+        stored_size = in_size // 2 if IS_PACKED else in_size
+        first_stored = split * SPLITS * tiles_per_split * (INPUTS // 2 if IS_PACKED else INPUTS)
+        _prefetch(weight_ptr + read_output[:, None] * stored_size, first_stored, stored_size)
     await_previous(PDL)
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     for number in range(SPLITS):
@@ -185,27 +210,28 @@ def _multiply(
         last = tl.minimum(first + tiles_per_split * INPUTS, in_size)
         sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
         for start in range(first, last, INPUTS):
-            inputs = start + tl.arange(0, INPUTS)
-            weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
-            x_places = x_ptr + read_row[:, None] * x_width + inputs[None, :]
-            weight = _load(weight_places, inputs, in_size, IS_EVEN)
-            x = _load(x_places, inputs, in_size, IS_EVEN)
-            if IS_GATED:
-                up = _load(x_places + in_size, inputs, in_size, IS_EVEN).to(tl.float32)
-                x = gate(x.to(tl.float32), up, first_parameter, second_parameter, FUNCTION)
-                x = x.to(x_ptr.dtype.element_ty)
-            elif FUNCTION != "":
-                x = apply(x.to(tl.float32), first_parameter, second_parameter, FUNCTION).to(x_ptr.dtype.element_ty)
-            if UPCAST:
-                weight, x = weight.to(tl.float32), x.to(tl.float32)
+            # A product that is scaled, or is added to the sums, is waited for. Without that, Triton 3.6 widens the next
+            # weights into registers that a running product still reads (triton-lang/triton#9433).
+            if GROUP != 0:
+                product = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+                for part in tl.static_range(2):
+                    inputs = inputs_of_part(start, part, INPUTS, GROUP, IS_PACKED)
+                    x = _load_rows(row_ptr, inputs, in_size, *parameters, IS_EVEN, FUNCTION, IS_GATED).to(dtype)
+                    weight = widened_part(
+                        *(weight_ptr, scales_ptr, minimums_ptr, read_output, start, in_size, part, dtype),
+                        *(INPUTS, GROUP, IS_PACKED, TABLE, IS_EVEN),
+                    )
+                    product = tl.dot(weight, tl.trans(x), product, input_precision="ieee")
+                sums += product
             else:
-                weight = weight.to(x.dtype)
-            if scales_ptr is not None:
-                # Scaling here waits for the product. Without that, Triton 3.6 widens the next weights into registers
-                # that a running product still reads (triton-lang/triton#9433).
-                sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
-            else:
-                sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+                inputs = start + tl.arange(0, INPUTS)
+                weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
+                weight = load(weight_places, inputs, in_size, IS_EVEN).to(dtype)
+                x = _load_rows(row_ptr, inputs, in_size, *parameters, IS_EVEN, FUNCTION, IS_GATED).to(dtype)
+                if scales_ptr is not None:
+                    sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
+                else:
+                    sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
         total = total + sums if SPLITS > 1 else sums
     if bias_ptr is not None:
         total += tl.load(bias_ptr + read_output).to(tl.float32)[:, None]
@@ -215,10 +241,25 @@ def _multiply(
 
 
 @triton.jit
-def _load(places, inputs, in_size, IS_EVEN: tl.constexpr):
-    if IS_EVEN:
-        return tl.load(places)
-    return tl.load(places, mask=(inputs < in_size)[None, :], other=0.0)
+def _load_rows(
+    row_ptr,
+    inputs,
+    in_size,
+    first_parameter,
+    second_parameter,
+    IS_EVEN: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """Rows of x at these inputs, after the activation if there is one."""
+    places = row_ptr + inputs[None, :]
+    x = load(places, inputs, in_size, IS_EVEN)
+    if IS_GATED:
+        up = load(places + in_size, inputs, in_size, IS_EVEN).to(tl.float32)
+        x = gate(x.to(tl.float32), up, first_parameter, second_parameter, FUNCTION).to(x.dtype)
+    elif FUNCTION != "":
+        x = apply(x.to(tl.float32), first_parameter, second_parameter, FUNCTION).to(x.dtype)
+    return x
 
 
 @triton.jit

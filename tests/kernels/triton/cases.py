@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagoda_server.kernels import INT4, GroupedFormat, GroupedWeight
 from pagoda_server.kernels.activate import FUNCTIONS, SWIGLU, Activation
 from pagoda_server.kernels.linear import ExpertRows, Linear
 from pagoda_server.kernels.paged import PLAIN_SCORING, Scoring
@@ -17,20 +18,26 @@ from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
 from pagoda_server.kernels.triton.activate import activate_triton
 from pagoda_server.kernels.triton.experts import FEW_ROWS, multiply_rows, weigh
 from pagoda_server.kernels.triton.inputs import (
+    IQ4_NL,
     LLAMA_1B,
     LLAMA_8B,
+    MXFP4,
     SMOLLM2,
     ModelShape,
     attention_plan,
     normal,
+    random_groups,
     random_pages,
     sampling_rows,
 )
 from pagoda_server.kernels.triton.linear import (
+    in_groups,
     kernel_config,
     linear_fp8_weight_triton,
+    linear_grouped_triton,
     linear_int8_weight_triton,
 )
+from pagoda_server.kernels.triton.linear_dequantized import look_up
 from pagoda_server.kernels.triton.linear_fixed import fixed_config as fixed_product
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
 from pagoda_server.kernels.triton.paged_fixed import attend_parts
@@ -42,6 +49,13 @@ from tests.kernels.products import PARAMETERS, gated
 
 META = torch.device("meta")
 CAPPED = Scoring(softcap=50.0, sinks=torch.empty(LLAMA_8B.num_heads, device=META))
+FORMATS = {
+    "4 bits": INT4,
+    "MXFP4": GroupedFormat(table=MXFP4),
+    "IQ4_NL": GroupedFormat(table=IQ4_NL),
+    "6 bits": GroupedFormat(bits=6, group=16),
+    "8 bits": GroupedFormat(bits=8),
+}
 ROWS = 24  # not a multiple of 16, since compiled code must not depend on the number of rows
 
 
@@ -66,6 +80,7 @@ def cases() -> list[Case]:
     found += product_cases(LLAMA_8B, (1, ROWS, 50, 100, 1000))
     found += product_cases(SMOLLM2, (1, ROWS, 1000))
     found += split_cases(LLAMA_8B)
+    found += grouped_product_cases(LLAMA_8B)
     found += attention_cases(LLAMA_8B, torch.float8_e4m3fn, None)
     found += attention_cases(LLAMA_8B, torch.bfloat16, sliding_window=512)
     found += attention_cases(LLAMA_8B, torch.bfloat16, None, CAPPED)
@@ -143,6 +158,30 @@ def split_cases(model: ModelShape) -> Iterator[Case]:
     yield Case(f"{model.name} int8 weight, 4 splits", lambda: multiply(x, Weight(values, scales), bias, config))
 
 
+def grouped_product_cases(model: ModelShape) -> Iterator[Case]:
+    """Products with weights in groups of codes, by all kinds of kernels; formats differ only in how they widen."""
+    out_size, in_size = model.projections["down"]
+    bias = _normal(out_size)
+    for kind, form in FORMATS.items():
+        weight = random_groups(form, out_size, in_size, META)
+        for rows in (1, ROWS, 50, 100, 1000) if form == INT4 else (ROWS, 1000):
+            name = f"{model.name} {kind} weight, {rows} rows"
+            x, gate_up = _normal(rows, in_size), _normal(rows, 2 * in_size)
+            yield Case(name, partial(_apply, linear_grouped_triton, weight, None, x))
+            if form == INT4 and rows == ROWS:
+                yield Case(f"{name}, bias", partial(_apply, linear_grouped_triton, weight, bias, x))
+            if form == INT4 and rows == 1:
+                yield Case(f"{name}, gated", partial(_apply, gated(linear_grouped_triton), weight, None, gate_up))
+        for dtype in (torch.bfloat16, torch.float32) if kind in ("4 bits", "8 bits") else ():
+            config = fixed_product(in_size, dtype.itemsize, in_groups=True)
+            x = normal(ROWS, in_size, dtype=dtype, device=META)
+            name = f"{model.name} {kind} weight, {str(dtype).removeprefix('torch.')} rows, fixed, one sum"
+            yield Case(name, partial(multiply, x, in_groups(weight), None, config, adds_up=True))
+    ids = torch.empty(ROWS, dtype=torch.int64, device=META)
+    table = in_groups(random_groups(INT4, model.vocab_size, model.hidden_size, META))
+    yield Case(f"{model.name} rows of a table in 4 bits", partial(look_up, table, ids, torch.bfloat16))
+
+
 def fixed_product_cases(model: ModelShape) -> Iterator[Case]:
     """Products with sums in a fixed order, added up by the programs themselves or by another launch."""
     sizes = model.projections["down"]
@@ -205,7 +244,7 @@ def sampling_cases(vocab: int) -> Iterator[Case]:
     yield Case(f"sampling of {vocab} with drafts", call)
 
 
-def _apply(prepare: Callable[[Tensor, Tensor | None], Linear], weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
+def _apply(prepare: Callable[..., Linear], weight: Tensor | GroupedWeight, bias: Tensor | None, x: Tensor) -> None:
     prepare(weight, bias)(x)
 
 
