@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
 from .cap import cap, cap_native
-from .embedding import Embedding, embedding, embedding_native
+from .embedding import EmbeddingMaker, embedding, embedding_native
 from .experts import Experts, ExpertsMaker, ExpertWeights, experts, experts_native
 from .grouped_weight import GroupedFormat
 from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native, stacked
@@ -95,7 +95,7 @@ class Backend:
     `paged_attention`, `likeliest_if_drawn` and `most_likely_allowed` beside `sample`, and `sample_rows` in
     row_sampling.py.
 
-    embedding    its result has the dtype of the residual stream: the table's, or float32
+    embedding    its result has the dtype of the residual stream: the table's, the model's, or float32
     makers       make the products of weights in each format; REFERENCE has all formats
     multiplies   whether products in int4 or in groups take a weight in this format
     join         makes an expert layer of products in each format; its reference is `experts`
@@ -111,7 +111,7 @@ class Backend:
     """
 
     name: str
-    embedding: Callable[[Any, Linear | None], Embedding]
+    embedding: EmbeddingMaker
     makers: Mapping[str, LinearMaker]
     rms_norm: RmsNorm
     layer_norm: LayerNorm

@@ -359,7 +359,7 @@ class Decoder:
         self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
         head = Rows(config.names.head, config.vocab_size, factor=scale)
         self._head = weights.head(head, hidden, config.head_bias, tied_to=table if is_tied else None)
-        self._embedding = ops.embedding(table, self._head if is_tied else None)
+        self._embedding = ops.embedding(table, self._head if is_tied else None, weights.dtype)
         kinds = list(dict.fromkeys(config.rotations))
         self._ropes = [Rope(kind, config.head_dim, weights.device) for kind in kinds]
         self._positions = self._position_table(weights) if config.names.positions else None

@@ -85,8 +85,8 @@ class MeasuredWeights(Weights):
         self.num_bytes += round(bytes_of(made) * rows.size / fewer.size)
         return made
 
-    def _made_embedding(self, table: Weight, head: Linear | None) -> Embedding:
-        made = self._embedding(table, head)
+    def _made_embedding(self, table: Weight, head: Linear | None, dtype: torch.dtype) -> Embedding:
+        made = self._embedding(table, head, dtype)
         of_head = {} if head is None else _storages(head)
         own = sum(size for key, size in _storages(made).items() if key not in of_head)
         # The table was counted when it was read. The embedding need not keep it, and a head counts what they share.

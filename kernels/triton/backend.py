@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..adjust_logits import adjust_logits
 from ..backend import UNQUANTIZED, Backend
 from ..cap import cap
-from ..embedding import embedding
 from ..rms_norm import add
 from ..route import route
 from ..sample import likeliest_if_drawn, most_likely_allowed, sample
+from .embedding import embedding_triton
 from .experts import experts_triton
 from .linear import linear_fp8_weight_triton, linear_grouped_triton, linear_int8_weight_triton, linear_triton
 from .paged_attention import paged_attention_triton, plan_attention_triton
@@ -18,7 +18,7 @@ from .row_sampling import sample_rows_triton
 
 TRITON = Backend(
     name="triton",
-    embedding=embedding,
+    embedding=embedding_triton,
     makers={
         UNQUANTIZED: linear_triton,
         "int8-weight": linear_int8_weight_triton,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels import GATED, PLAIN, GroupedFormat, GroupedWeight, load_backend
+from pagoda_server.kernels import GATED, HEAD, PLAIN, GroupedFormat, GroupedWeight, load_backend
 from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.triton import linear, linear_dequantized, linear_fixed
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
@@ -153,3 +153,12 @@ def test_the_reference_of_a_weight_in_groups_keeps_activations() -> None:
     for name in ("reference", "triton"):
         found = load_backend(name, "groups").linear(whole, None)(x)
         assert relative_error(found, x.double() @ whole.double().T) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_table_have_the_dtype_of_the_model_and_share_the_codes_of_a_tied_head(dtype: torch.dtype) -> None:
+    weight, ops = weight_of(FORMATS["4 bits"], 40, 96), load_backend("triton", "groups")
+    head = ops.linear(weight, None, HEAD)
+    rows = ops.embedding(weight, head, dtype)(torch.tensor([39, 0, 39], device=DEVICE))
+    torch.testing.assert_close(rows, exact(weight)[[39, 0, 39]].to(dtype), rtol=TOLERANCES[dtype], atol=1e-2)
+    assert head.weight.values.data_ptr() == weight.values.data_ptr()  # type: ignore[attr-defined]
