@@ -93,8 +93,9 @@ class EngineSettings(CommonSettings):
     )
     quantization: Quantization = setting(
         "auto",
-        "Number format of weights in matrix products. int4 keeps weights that the file stores in 4 bits and makes the "
-        "others int8. auto takes int4 or int8 on a CPU that is fast at it, else none.",
+        "Number format of weights in matrix products. int4 keeps weights that the file stores in 4 bits; on a CPU it "
+        "makes the others int8. auto takes int4 or int8 on a CPU that is fast at it, and on a GPU int4 if the file has "
+        "such weights, else none.",
         panel=ENGINE_MODEL,
     )
     deterministic: bool = setting(

@@ -33,12 +33,12 @@ import torch
 
 from ...checkpoints.folder import quoted
 from ...checkpoints.progress import Progress, no_progress
-from ...kernels import Backend
+from ...kernels import INT4, Backend
 from ..core.errors import ConfigError
 from .config import ConfigFile, ModelConfig
 from .decoder import Decoder, Embedded, GroupInputs, StepInputs
 from .families import FAMILIES, Family
-from .weights import Checkpoint, RandomTensors, Weights
+from .weights import Checkpoint, RandomTensors, Tensors, Weights
 
 __all__ = ["FAMILIES", "Decoder", "Embedded", "GroupInputs", "ModelConfig", "StepInputs", "load_model", "read_config"]
 
@@ -70,7 +70,10 @@ def load_model(
     """
     file = ConfigFile(folder, max_model_len)
     config = _configured(file)
-    tensors = RandomTensors() if file.flag("random_weights", False) else Checkpoint(folder, progress)
+    if file.flag("random_weights", False):
+        tensors: Tensors = RandomTensors(INT4 if config.has_int4_weights else None)
+    else:
+        tensors = Checkpoint(folder, progress)
     return Decoder(config, make_weights(tensors, backend, device, dtype))
 
 

@@ -196,17 +196,29 @@ def _ahead(readers: ThreadPoolExecutor, read: Callable[[A], B], items: Iterable[
 
 
 class RandomTensors:
-    """Weights as an untrained model has them, drawn on their own device: for measurements."""
+    """Weights as an untrained model has them, drawn on their own device: for measurements.
+
+    form  of all weights except norms and biases; None: none is in groups
+    """
+
+    def __init__(self, form: GroupedFormat | None = None) -> None:
+        self._form = form
 
     def format_of(self, name: str) -> GroupedFormat | None:
-        return None
+        return None if "norm" in name else self._form
 
     def has(self, name: str) -> bool:
         return True
 
     def fill(self, place: Weight, name: str, rows: Rows) -> None:
-        assert isinstance(place, Tensor)
-        if "norm" in name:
+        if isinstance(place, GroupedWeight):
+            levels = 1 << place.format.bits  # equally likely; their standard deviation is levels / √12
+            place.values.random_(0, 256)
+            step = INITIALIZER_RANGE * 12**0.5 / levels
+            place.scales.fill_(step)
+            if place.minimums is not None:
+                place.minimums.fill_(-step * (levels - 1) / 2)
+        elif "norm" in name:
             place.fill_(1.0)
         else:
             place.normal_(std=INITIALIZER_RANGE)
@@ -307,7 +319,7 @@ class Weights:
                 f"tensor {rows[0].name}.weight is in {form.bits} bits, of which {form.group} inputs share a"
                 f" scale, but config.json gives it {in_size} inputs: not a multiple of {form.group}"
             )
-        return self._filled(GroupedWeight.allocate(form, out_size, in_size), rows, "weight")
+        return self._filled(GroupedWeight.allocate(form, out_size, in_size, self.device), rows, "weight")
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)

@@ -69,7 +69,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def device_runner(folder: Path, backend: str = BACKEND, **settings: object) -> DeviceRunner:
     config = EngineConfig(str(folder), **({"dtype": "float32"} | SETTINGS | settings))  # type: ignore[arg-type]
-    weights = {"int8": "int8-weight"}.get(config.quantization, UNQUANTIZED)
+    weights = {"int8": "int8-weight", "int4": "groups"}.get(config.quantization, UNQUANTIZED)
     return DeviceRunner(config, load_for_serving(config, torch.device(DEVICE), backend=(backend, weights)))
 
 

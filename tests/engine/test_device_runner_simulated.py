@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
@@ -25,6 +27,7 @@ from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.engine.serving.main import engine_info
 from pagoda_server.kernels import UNQUANTIZED, load_backend
 from pagoda_server.settings.engine import EngineConfig, StepLimits
+from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine import test_device_runner
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import (
@@ -143,6 +146,26 @@ def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
     seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
     served.run()
     assert [len(tokens) for tokens in outputs(seqs)] == [3, 3]
+
+
+def test_weights_of_4_bits_serve_in_graphs_as_a_cpu_serves_their_values(tmp_path: Path) -> None:
+    tiny = tiny_model("llama")
+    tiny.quantisation = gguf.GGMLQuantizationType.Q4_1
+    tiny.kinds = {"blk.0.attn_v.weight": gguf.GGMLQuantizationType.Q8_0}  # beside others in one product
+    import_gguf(tiny.write(tmp_path / "model.gguf"), tmp_path, no_progress)
+    runner = device_runner(tmp_path, "triton", quantization="int4", max_num_seqs=3)
+    launch = runner.launch
+
+    def watched(plan: StepPlan) -> DeviceStep:
+        with no_wait():
+            return launch(plan)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    served = Served(runner, 30)
+    seqs = ask(served, 3, max_tokens=2)
+    served.run()
+    assert not [ended.detail for ended in served.ended if ended.detail]
+    assert outputs(seqs) == one_by_one(tmp_path, 3, max_tokens=2)
 
 
 def test_blocks_go_to_host_memory_and_come_back_without_a_wait(qwen3: Path) -> None:

@@ -247,8 +247,13 @@ def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pyte
         choose_backend(CPU, torch.float16, "int4", has_int4_weights=True)
     with pytest.raises(ConfigError, match="--quantization int4: the checkpoint has no weights in 4 bits"):
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=False)
-    with pytest.raises(ConfigError, match="--quantization int4: there are kernels for it on a CPU only, not on cuda"):
-        choose_backend(torch.device("cuda"), torch.bfloat16, "int4", has_int4_weights=True)
+    cuda = torch.device("cuda")
+    for quantization in ("auto", "int4"):
+        assert choose_backend(cuda, torch.bfloat16, quantization, has_int4_weights=True) == ("triton", "groups")
+    assert choose_backend(cuda, torch.bfloat16, "none", has_int4_weights=True) == ("triton", UNQUANTIZED)
+    assert choose_backend(cuda, torch.bfloat16, "auto", has_int4_weights=False) == ("triton", UNQUANTIZED)
+    with pytest.raises(ConfigError, match="--quantization int4: the checkpoint has no weights in 4 bits"):
+        choose_backend(cuda, torch.bfloat16, "int4", has_int4_weights=False)
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int4 needs Pagoda installed where there is a C"):
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=True)

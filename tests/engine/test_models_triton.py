@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
+from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import Backend, load_backend
 from pagoda_server.kernels.triton.configs import trying
 from pagoda_server.kernels.triton.product import NO_KERNEL
+from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import (
     MODELS,
     ONE_OF_EACH_FAMILY,
@@ -68,3 +72,27 @@ def test_quantized_weights_have_the_logits_of_the_reference_with_the_same_weight
     expected = logits("reference")
     with trying(op, **fields):
         torch.testing.assert_close(logits("triton"), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fields", [{}, asdict(NO_KERNEL)], ids=["kernel", "library"])
+def test_weights_in_groups_have_the_logits_of_the_reference_with_the_same_weights(
+    fields: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_model("qwen3", head_dim=32, tie_word_embeddings=True)
+    tiny.quantisation = gguf.GGMLQuantizationType.Q4_1
+    tiny.kinds = {
+        "blk.0.attn_v.weight": gguf.GGMLQuantizationType.Q8_0,
+        "blk.1.attn_k.weight": gguf.GGMLQuantizationType.Q5_0,
+        "blk.1.ffn_up.weight": gguf.GGMLQuantizationType.F32,
+    }
+    import_gguf(tiny.write(tmp_path / "model.gguf"), tmp_path, no_progress)
+    prompt = random_prompt(13, seed=3)
+
+    def logits(name: str, weights: str) -> torch.Tensor:
+        runner = runner_on(load_backend(name, weights), tmp_path, monkeypatch)
+        return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(prompt, 1))])
+
+    with trying("linear_4_bits", **fields):
+        found = logits("triton", "groups")
+    for weights in ("groups", "unquantized"):  # their values are the same
+        torch.testing.assert_close(found, logits("reference", weights), atol=1e-3, rtol=1e-3)
