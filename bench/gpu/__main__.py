@@ -36,6 +36,7 @@ PARTS = (
     Part("projections", 60, "bench.gpu.layers", "projection_rows"),
     Part("layers", 25, "bench.gpu.layers"),
     Part("sampling", 30, "bench.gpu.sampling"),
+    Part("decode step 8B int4", 30, "bench.gpu.step", "int4_rows", shape="LLAMA_8B"),
     Part("decode step 1B", 45, "bench.gpu.step", shape="LLAMA_1B"),
     Part("prefill attention", 40, "bench.gpu.attention", "prefill_rows"),
     Part("tests of kernels", 55, "bench.gpu.checks", "kernel_rows"),

@@ -12,14 +12,20 @@ from torch.nn import functional
 
 from bench.gpu.attention import TINY
 from bench.gpu.rows import Bar, Bench, Row, Work, measure, relative_error
+from pagoda_server.kernels import INT4, GroupedFormat
 from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.linear import LinearMaker
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.rms_norm import rms_norm
 from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
 from pagoda_server.kernels.triton.activate import activate_triton
-from pagoda_server.kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_pages
-from pagoda_server.kernels.triton.linear import linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
+from pagoda_server.kernels.triton.inputs import LLAMA_8B, MXFP4, ModelShape, normal, random_groups, random_pages
+from pagoda_server.kernels.triton.linear import (
+    linear_fp8_weight_triton,
+    linear_grouped_triton,
+    linear_int8_weight_triton,
+    linear_triton,
+)
 from pagoda_server.kernels.triton.rms_norm import rms_norm_triton
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
 from pagoda_server.kernels.triton.timing import num_copies
@@ -147,13 +153,16 @@ def projection_rows(bench: Bench) -> Iterator[Row]:
             if name == "head" and count > MOST_HEAD_ROWS:
                 continue
             others: dict[str, float] = {}  # torch's time, measured once for all formats of the weight
-            for kind, prepare, weight_bytes, tolerance in (
-                ("bfloat16", linear_triton, 2.0, 1e-2),
-                ("int8", linear_int8_weight_triton, 1.0, 2e-2),
-                ("float8", linear_fp8_weight_triton, 1.0, 5e-2),
+            for kind, prepare, form, weight_bytes, tolerance in (
+                ("bfloat16", linear_triton, None, 2.0, 1e-2),
+                ("int8", linear_int8_weight_triton, None, 1.0, 2e-2),
+                ("float8", linear_fp8_weight_triton, None, 1.0, 5e-2),
+                ("int4", linear_grouped_triton, INT4, 20 / 32, 1e-2),
+                ("8 bits in groups", linear_grouped_triton, GroupedFormat(bits=8), 34 / 32, 1e-2),
+                ("MXFP4", linear_grouped_triton, GroupedFormat(table=MXFP4), 18 / 32, 1e-2),
             ):
                 case = f"{model.name} {name}, {kind}, {count} rows"
-                work = _projection(case, size, count, prepare, weight_bytes, tolerance, bench)
+                work = _projection(case, size, count, prepare, form, weight_bytes, tolerance, bench)
                 row = measure(replace(work, others={}) if others else work, bench)
                 others |= row.others
                 yield replace(row, others=others)
@@ -164,6 +173,7 @@ def _projection(
     size: tuple[int, int],
     count: int,
     prepare: LinearMaker,
+    form: GroupedFormat | None,
     weight_bytes: float,
     tolerance: float,
     bench: Bench,
@@ -171,15 +181,17 @@ def _projection(
     """The limit of few rows is the weight's bytes, that of many the operations at bfloat16's rate."""
     num_bytes = weight_bytes * size[0] * size[1]
     copies = 2 if bench.is_small else num_copies(int(num_bytes))
-    weights = [normal(*size, dtype=torch.bfloat16, device=bench.device) for _ in range(copies)]
+    whole = [] if form else [normal(*size, dtype=torch.bfloat16, device=bench.device) for _ in range(copies)]
+    grouped = [random_groups(form, *size, bench.device) for _ in range(copies)] if form else []
     x = normal(count, size[1], dtype=torch.bfloat16, device=bench.device)
 
     def error() -> float:
         step = -(-count // CHECKED_ROWS)
-        return relative_error(prepare(weights[0], None)(x)[::step], x[::step].float() @ weights[0].float().T)
+        weight = grouped[0].dequantize() if form else whole[0].float()
+        return relative_error(prepare((whole or grouped)[0], None)(x)[::step], x[::step].float() @ weight.T)
 
     def prepared() -> Sequence[Callable[[], object]]:
-        return [partial(prepare(weight, None), x) for weight in weights]
+        return [partial(prepare(weight, None), x) for weight in whole or grouped]
 
     return Work(
         "projections",
@@ -189,6 +201,6 @@ def _projection(
         calls=prepared,
         error=error,
         tolerance=tolerance,
-        others={"torch bfloat16": lambda: [partial(functional.linear, x, weight) for weight in weights]},
+        others={"torch bfloat16": lambda: [partial(functional.linear, x, weight) for weight in whole]},
         bar=FAST if count <= FEW_ROWS else None,
     )

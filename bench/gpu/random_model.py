@@ -14,9 +14,14 @@ MAX_POSITIONS = 16384
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
-def write_model(folder: Path, shape: ModelShape, max_positions: int = MAX_POSITIONS) -> Path:
+def write_model(
+    folder: Path, shape: ModelShape, max_positions: int = MAX_POSITIONS, has_int4_weights: bool = False
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config(shape, max_positions), indent=1))
+    config = _config(shape, max_positions)
+    if has_int4_weights:
+        config["quantization_config"] = {"quant_method": "gguf"}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     synthetic = resolve("synthetic")
     for name in TOKENIZER_FILES:
         shutil.copyfile(synthetic / name, folder / name)

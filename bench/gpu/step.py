@@ -43,6 +43,7 @@ LONGEST_WAIT_S = 100.0
 PROFILED_S = 0.1  # of decode steps
 TIMED_SHARE = 0.6  # of the time limit, after which no further context is begun: the breakdown comes after all timings
 DETERMINISTIC_KV_GB = 7.0  # two models of 8 billion parameters and their caches fit on a card of 80 GB
+INT4_BYTES = (16 + 2 + 2) / 32  # of a weight in 4 bits: codes, scale and minimum of a group of 32
 EIGHT_B_BAR, ONE_B_BAR = Bar(fraction=0.8), Bar(fraction=0.65)
 
 
@@ -142,17 +143,31 @@ def deterministic_rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
         yield replace(row, part="deterministic", bar="", met=None, others=others, figures=figures)
 
 
+def int4_rows(bench: Bench, shape: ModelShape) -> Iterator[Row]:
+    """Yield the time of decode steps with weights in 4 bits, whose limit is that of their bytes."""
+    shape, series = (TINY, Series(24, (3, 1))) if bench.is_small else (shape, Series(1024, (128, 32, 1)))
+    model = _load(bench, shape, [series], has_int4_weights=True)
+    for row in _measure(series, model, bench):
+        yield replace(row, part="decode step, int4", bar="", met=None)
+
+
 def _load(
-    bench: Bench, shape: ModelShape, every: list[Series], deterministic: bool = False, kv_cache_gb: float | None = None
+    bench: Bench,
+    shape: ModelShape,
+    every: list[Series],
+    deterministic: bool = False,
+    kv_cache_gb: float | None = None,
+    has_int4_weights: bool = False,
 ) -> _Model:
     logging.getLogger("pagoda.engine").setLevel(logging.ERROR)
     with TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, max_positions=max(series.context for series in every) + MAX_TOKENS)
+        longest = max(series.context for series in every) + MAX_TOKENS
+        write_model(Path(folder), shape, max_positions=longest, has_int4_weights=has_int4_weights)
         config = EngineConfig(
             folder,
             device=bench.device.type,  # type: ignore[arg-type]
             dtype="bfloat16",
-            quantization="none",
+            quantization="int4" if has_int4_weights else "none",
             deterministic=deterministic,
             max_num_seqs=max(every[0].batches),
             token_budget=64 if bench.is_small else TOKEN_BUDGET,
@@ -289,7 +304,8 @@ def _row(case: str, batch: int, kv_tokens: int, steps: list[_Done], model: _Mode
     layer = sum(math.prod(size) for name, size in shape.projections.items() if name != "head")
     parameters = shape.num_layers * layer + math.prod(shape.projections["head"])
     kv_bytes = kv_tokens * model.runner.info.kv_cache.bytes_per_token
-    limit_s = bench.ceilings.seconds(2.0 * parameters, 2.0 * parameters * batch) + bench.ceilings.seconds(kv_bytes)
+    weight_bytes = (INT4_BYTES if model.config.quantization == "int4" else 2.0) * parameters
+    limit_s = bench.ceilings.seconds(weight_bytes, 2.0 * parameters * batch) + bench.ceilings.seconds(kv_bytes)
     bar = EIGHT_B_BAR if shape is LLAMA_8B else ONE_B_BAR if shape is LLAMA_1B and batch == 1 else None
     return Row(
         PART,

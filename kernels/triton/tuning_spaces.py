@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..activate import SWIGLU
+from ..grouped_weight import INT4, GroupedFormat, GroupedWeight
 from ..linear import GATED, LinearMaker, Use
 from ..paged import AttentionPlan, PagedKV
 from ..row_sampling import allocate_sampled
@@ -23,10 +24,17 @@ from .inputs import (
     ModelShape,
     attention_plan,
     normal,
+    random_groups,
     random_pages,
     sampling_rows,
 )
-from .linear import kernel_config, linear_fp8_weight_triton, linear_int8_weight_triton, linear_triton
+from .linear import (
+    kernel_config,
+    linear_fp8_weight_triton,
+    linear_grouped_triton,
+    linear_int8_weight_triton,
+    linear_triton,
+)
 from .paged_attention import paged_attention_triton
 from .product import NO_KERNEL
 from .rms_norm import rms_norm_triton
@@ -79,6 +87,9 @@ def spaces(models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> list
         found += product_spaces(model, "linear", linear_triton)
     found += product_spaces(largest, "linear_int8_weight", linear_int8_weight_triton, (*BATCHES, *MORE_ROWS))
     found += product_spaces(largest, "linear_fp8_weight", linear_fp8_weight_triton, (*BATCHES, *MORE_ROWS))
+    found += product_spaces(largest, "linear_4_bits", linear_grouped_triton, (*BATCHES, *MORE_ROWS), INT4)
+    eight_bits = GroupedFormat(bits=8)
+    found += product_spaces(largest, "linear_8_bits", linear_grouped_triton, (*BATCHES, *MORE_ROWS), eight_bits)
     found += [launch_space(largest), sampling_space(largest.vocab_size), prefill_space(largest, bfloat16)]
     found += [decode_space(model, bfloat16) for model in smaller]
     for model in models:
@@ -87,25 +98,43 @@ def spaces(models: Sequence[ModelShape] = (LLAMA_8B, LLAMA_1B, SMOLLM2)) -> list
     return [*found, decode_space(largest, float8), prefill_space(largest, float8)]
 
 
-def product_spaces(model: ModelShape, op: str, make: LinearMaker, batches: Sequence[int] = BATCHES) -> Iterator[Space]:
-    """Every weight of a model, with every batch for which our kernel might be faster."""
+def product_spaces(
+    model: ModelShape,
+    op: str,
+    make: LinearMaker,
+    batches: Sequence[int] = BATCHES,
+    form: GroupedFormat | None = None,
+) -> Iterator[Space]:
+    """Every weight of a model, in groups if there is a format, and every batch for which our kernel might be faster."""
     for name, sizes in model.projections.items():
         for rows in batches:
             shape = f"{model.name} {name}, {rows} rows"
-            yield Space(f"{op}, {shape}", op, partial(_product, rows, sizes, make, Use()))
+            yield Space(f"{op}, {shape}", op, partial(_product, rows, sizes, make, form, Use()))
             if name == "down" and rows <= BATCHES[-1]:
-                work = partial(_product, rows, sizes, make, GATED)
+                work = partial(_product, rows, sizes, make, form, GATED)
                 yield Space(f"gated_{op}, {shape}", f"gated_{op}", work)
 
 
-def _product(rows: int, sizes: tuple[int, int], make: LinearMaker, use: Use, device: torch.device) -> Work:
+def _product(
+    rows: int,
+    sizes: tuple[int, int],
+    make: LinearMaker,
+    form: GroupedFormat | None,
+    use: Use,
+    device: torch.device,
+) -> Work:
     out_size, in_size = sizes
     x = normal(rows, in_size * (use.activation.width if use.activation else 1), dtype=torch.bfloat16, device=device)
     calls: list[Callable[[], Tensor]] = []
     for _ in range(num_copies(2 * out_size * in_size)):
-        weight = normal(out_size, in_size, dtype=torch.bfloat16, device=device)
+        weight: Tensor | GroupedWeight
+        if form is None:
+            weight = normal(out_size, in_size, dtype=torch.bfloat16, device=device)
+        else:
+            weight = random_groups(form, out_size, in_size, device)
         calls.append(partial(make(weight, None, use), x))
-    return Work([calls], calls[0], [asdict(kernel_config(rows, sizes, device)), asdict(NO_KERNEL)])
+    kernel = kernel_config(rows, sizes, device, in_groups=form is not None)
+    return Work([calls], calls[0], [asdict(kernel), asdict(NO_KERNEL)])
 
 
 def decode_space(model: ModelShape, kv_dtype: torch.dtype, shapes: Shapes = DECODES) -> Space:

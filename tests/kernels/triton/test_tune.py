@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagoda_server.kernels import INT4
 from pagoda_server.kernels.triton import configs, tune
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED, remembered, table_path, trying, tuned
 from pagoda_server.kernels.triton.inputs import ModelShape
-from pagoda_server.kernels.triton.linear import linear_triton
+from pagoda_server.kernels.triton.linear import linear_grouped_triton, linear_triton
 from pagoda_server.kernels.triton.timing import num_copies
 from pagoda_server.kernels.triton.tune import (
     CannotTune,
@@ -46,6 +47,7 @@ pytestmark = pytest.mark.simulated
 
 ROOT = Path(__file__).parent.parent.parent.parent
 TINY = ModelShape("tiny", 2, 4, 2, 16, 32, 48, 300)
+WHOLE_GROUPS = ModelShape("of whole groups", 2, 4, 2, 16, 32, 64, 300)
 HEADER = {"gpu": "NVIDIA H200", "triton": "1", "torch": "2", "kernels": "3"}
 
 
@@ -382,10 +384,11 @@ def tiny_spaces() -> list[Space]:
         sampling_space(300, 2),
         *layer_spaces(TINY, (2, 3)),
         *product_spaces(TINY, "linear", linear_triton, (1, 16)),
+        *product_spaces(WHOLE_GROUPS, "linear_4_bits", linear_grouped_triton, (16,), INT4),
     ]
 
 
-@pytest.mark.parametrize("at", range(18))
+@pytest.mark.parametrize("at", range(24))
 def test_every_op_launches_all_its_workloads_by_one_configuration(at: int) -> None:
     space = tiny_spaces()[at]
     work = space.work(torch.device(DEVICE))
