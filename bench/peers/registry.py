@@ -46,7 +46,7 @@ class PeerSpec:
 
 PEERS = {
     "openvino-genai": PeerSpec("bench.peers.openvino_genai", "gguf", ("openvino_genai",)),
-    "llama.cpp-q4_1": PeerSpec("bench.peers.llama_server", "gguf", program="llama-server"),
+    "llama.cpp": PeerSpec("bench.peers.llama_server", "gguf", program="llama-server"),
     "llama.cpp-q4_0": PeerSpec("bench.peers.llama_server", "gguf-q4_0", program="llama-server"),
     "llama.cpp-q8_0": PeerSpec("bench.peers.llama_server", "gguf-q8_0", program="llama-server"),
     "llama.cpp-bf16": PeerSpec("bench.peers.llama_server", "gguf-bf16", program="llama-server"),
