@@ -117,6 +117,8 @@ class Cache:
             sync(folder.parent)
         finally:
             remove_tree(draft)
+            with suppress(OSError):  # what a download has left stays for the next try
+                work.rmdir()
         remove_tree(work)
         return folder
 

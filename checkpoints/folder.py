@@ -89,7 +89,12 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = _read(folder / WEIGHTS_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / WEIGHTS_INDEX} has no weight_map")
-    return [folder / str(name) for name in sorted({str(name) for name in weight_map.values()})]
+    names = {str(name) for name in weight_map.values()}
+    for name in names:
+        if Path(name).name != name or Path(name).suffix != ".safetensors":  # a file elsewhere is none of this model's
+            problem = "which is not a safetensors file of the folder"
+            raise CheckpointError(f"{folder / WEIGHTS_INDEX} names {quoted(name)}, {problem}")
+    return [folder / name for name in sorted(names)]
 
 
 def check_weights(folder: Path) -> None:

@@ -49,7 +49,11 @@ def read_header(path: Path) -> list[TensorEntry]:
     if not isinstance(document, dict):
         raise ValueError("its header is not an object")
     entries = [_entry(name, fields, data_start) for name, fields in document.items() if name != "__metadata__"]
-    end = max((entry.start + entry.num_bytes for entry in entries), default=data_start)
+    end = data_start
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.num_bytes)):
+        if entry.start != end:
+            raise ValueError(f"tensor {entry.name} begins at byte {entry.start}, but the one before it ends at {end}")
+        end += entry.num_bytes
     if end != size_bytes:
         raise ValueError(f"its tensors end at byte {end}, the file at {size_bytes}")
     return entries

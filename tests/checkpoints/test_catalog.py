@@ -206,6 +206,42 @@ def test_every_shard_of_local_weights_must_be_there(own_cache: Path, tmp_path: P
     assert resolve(str(folder)) == folder
 
 
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "", "..", "part/a.safetensors"])
+def test_an_index_names_files_of_the_folder_alone(name: str, own_cache: Path, tmp_path: Path) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(CheckpointError, match=r"index\.json names .*, which is not a safetensors file of the folder"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize(("offsets", "message"), [((0, 8, 0, 8), "begins at byte"), ((0, 8, 12, 20), "begins at byte")])
+def test_tensors_that_overlap_or_leave_a_hole_are_refused(
+    offsets: tuple[int, ...], message: str, own_cache: Path, tmp_path: Path
+) -> None:
+    folder = local_folder(own_cache, tmp_path)
+    entries = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": [offsets[at], offsets[at + 1]]}
+        for name, at in (("one", 0), ("two", 2))
+    }
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(max(offsets))
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"truncated or corrupt: .*tensor two {message}"):
+        resolve(str(folder))
+
+
+def test_a_path_that_is_no_file_is_not_looked_for_elsewhere(own_cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no file models/absent\.gguf"):
+        resolve("models/absent.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(CheckpointError, match=r"pipe\.gguf is no regular file"):
+        resolve(str(tmp_path / "pipe.gguf"))
+    (tmp_path / "loop.gguf").symlink_to(tmp_path / "loop.gguf")
+    with pytest.raises(CheckpointError, match=r"loop\.gguf is no regular file"):
+        resolve(str(tmp_path / "loop.gguf"))
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
 def test_a_broken_local_configuration_is_named(content: str, own_cache: Path, tmp_path: Path) -> None:
     folder = local_folder(own_cache, tmp_path)
