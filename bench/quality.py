@@ -28,7 +28,6 @@ from pagoda_server.cli.terminal import shown_progress
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, WindowTable
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.kv.blocks import BlockPool
-from pagoda_server.engine.models import read_config
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.settings.engine import DType, EngineConfig, Quantization
@@ -55,12 +54,6 @@ PRECISIONS = (
     Precision("int8", "bfloat16", "int8"),
     Precision("int4", "bfloat16", "int4"),
 )
-
-
-def precisions_of(folder: Path) -> list[Precision]:
-    """The precisions for a checkpoint: int4 only if it has 4-bit weights. Raise ConfigError as the engine does."""
-    has_int4 = read_config(folder).has_int4_weights
-    return [precision for precision in PRECISIONS if has_int4 or precision.quantization != "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +186,7 @@ def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]
     base: Reading | None = None
     num_tokens = len(tokens) + NUM_CONTINUATIONS * CONTINUATION_LEN
     with shown_progress() as progress:
-        for precision in precisions_of(folder):
+        for precision in PRECISIONS:
             config = EngineConfig(
                 str(folder), dtype=precision.dtype, quantization=precision.quantization, threads=threads
             )

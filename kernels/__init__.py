@@ -11,6 +11,7 @@ from .linear import GATED, HEAD, PLAIN, ROUTER, Linear, Use, is_compiled_whole
 from .linear_quantized import has_native_int8_weight
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from .paged import AttentionPlan, PagedKV, Scoring
+from .quantize_int4 import quantize_int4_native
 from .recording import Recorder, Recording
 from .registry import load_backend
 from .rope_and_store_kv import HeadNorms
@@ -66,6 +67,7 @@ __all__ = [
     "keep_freed_memory",
     "load_backend",
     "load_blocks",
+    "quantize_int4_native",
     "save_blocks",
     "set_num_threads",
 ]

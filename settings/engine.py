@@ -93,9 +93,9 @@ class EngineSettings(CommonSettings):
     )
     quantization: Quantization = setting(
         "auto",
-        "Number format of weights in matrix products. int4 keeps weights that the file stores in 4 bits; on a CPU it "
-        "makes the others int8. auto takes int4 or int8 on a CPU that is fast at it, and on a GPU int4 if the file has "
-        "such weights, else none.",
+        "Number format of weights in matrix products. int4 keeps the values of a file that is quantized in groups, and "
+        "rounds those of any other file to 4 bits while loading. auto takes int4 for a quantized file alone: on a CPU "
+        "int4 or int8, where they are fast, on a GPU int4 or none.",
         panel=ENGINE_MODEL,
     )
     deterministic: bool = setting(

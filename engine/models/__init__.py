@@ -74,7 +74,8 @@ def load_model(
         tensors: Tensors = RandomTensors(INT4 if config.has_int4_weights else None)
     else:
         tensors = Checkpoint(folder, progress)
-    return Decoder(config, make_weights(tensors, backend, device, dtype))
+    # Such a backend is chosen for a checkpoint without groups only if weights in 4 bits are wanted.
+    return Decoder(config, make_weights(tensors, backend, device, dtype, packs=not config.has_int4_weights))
 
 
 def _configured(file: ConfigFile) -> ModelConfig:

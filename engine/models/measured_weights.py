@@ -25,8 +25,10 @@ ROWS = 64  # the least of them: packed weights have room for a multiple of 32
 class MeasuredWeights(Weights):
     """Counts in `num_bytes` what the weights take in memory once the backend has packed them."""
 
-    def __init__(self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(tensors, replace(ops, embedding=self._made_embedding), device, dtype)
+    def __init__(
+        self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype, packs: bool = False
+    ) -> None:
+        super().__init__(tensors, replace(ops, embedding=self._made_embedding), device, dtype, packs)
         self._embedding = ops.embedding
         self._known: dict[object, tuple[Any, int]] = {}
         self._table_rows = 0

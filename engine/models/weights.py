@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ...checkpoints.folder import CheckpointError
 from ...checkpoints.progress import Progress, no_progress
-from ...checkpoints.stored import VALUES_AT_ONCE, StoredPart, StoredTensor, pieces
+from ...checkpoints.stored import MAX_SCALE, VALUES_AT_ONCE, StoredPart, StoredTensor, pieces
 from ...checkpoints.weight_files import open_weights
 from ...kernels import (
     HEAD,
+    INT4,
     PLAIN,
     ROUTER,
     Backend,
@@ -32,6 +33,7 @@ from ...kernels import (
     GroupedWeight,
     Linear,
     Use,
+    quantize_int4_native,
 )
 from ..core.errors import ConfigError
 
@@ -162,17 +164,17 @@ class Checkpoint:
             shapes = f"shape {list(stored.shape)} in {self._folder.name}, but config.json makes it {list(place.shape)}"
             raise ConfigError(f"tensor {name} has {shapes}")
         read: Callable[[slice], Weight]
-        if isinstance(place, GroupedWeight):
+        if isinstance(place, GroupedWeight) and stored.grouping is not None:
             form = place.format
             read = lambda part: _grouped(stored, rows, part, form)  # noqa: E731
         else:
             dtype = _dtype(name, stored)
-            read = lambda part: _whole(stored, rows, part, dtype)  # noqa: E731
+            read = lambda part: rows.changed(_whole(stored, rows, part, dtype), part)  # noqa: E731
         parts = list(pieces(stored.shape, VALUES_AT_ONCE))
         places = place.split([part.stop - part.start for part in parts]) if place.shape else [place]
-        for target, part, weight in zip(places, parts, _ahead(self._readers, read, parts), strict=True):
-            if isinstance(weight, Tensor):
-                weight = rows.changed(weight, part)
+        for target, weight in zip(places, _ahead(self._readers, read, parts), strict=True):
+            if isinstance(target, GroupedWeight) and isinstance(weight, Tensor):
+                weight = _packed(name, weight)
             target.copy_(weight)
             stored.release()
         self._done += stored.num_bytes
@@ -227,14 +229,17 @@ class RandomTensors:
 class Weights:
     """Makes the parts of a model from tensors, by the names that they have in a checkpoint without .weight or .bias.
 
+    packs      round to 4 bits what the checkpoint holds whole, except embedding, head and routers
     num_bytes  of the weights so far, as they were loaded: a backend may pack them more densely
     """
 
-    def __init__(self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype, packs: bool = False
+    ) -> None:
         self.ops, self.dtype = ops, dtype
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self.num_bytes = 0
-        self._tensors = tensors
+        self._tensors, self._packs = tensors, packs and ops.keeps(INT4)
 
     def norm(self, rows: Rows) -> Tensor:
         """The weight of a norm, [size]."""
@@ -274,7 +279,7 @@ class Weights:
 
         def weight(rows: Sequence[Rows], in_size: int) -> tuple[Weight, Tensor | None]:
             bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
-            return self._together(rows, in_size, self._common(rows)), bias
+            return self._together(rows, in_size, self._common(rows, in_size)), bias
 
         weights = (ExpertWeights(*weight(each.gate_up, in_size), *weight([each.down], ffn_size)) for each in parts)
         return self.ops.experts(weights, len(parts), use)
@@ -298,13 +303,18 @@ class Weights:
 
     def _stacked(self, rows: Sequence[Rows], in_size: int) -> list[Weight]:
         """Neighbours in the same format together: in groups if the backend keeps that, else whole."""
-        parts = groupby(rows, self._kept)
+        parts = groupby(rows, lambda each: self._multiplied(each, in_size))
         return [self._together(list(part), in_size, form) for form, part in parts]
 
-    def _common(self, rows: Sequence[Rows]) -> GroupedFormat | None:
+    def _common(self, rows: Sequence[Rows], in_size: int) -> GroupedFormat | None:
         """The format that all rows can be kept in together."""
-        first, *others = {self._kept(each) for each in rows}
+        first, *others = {self._multiplied(each, in_size) for each in rows}
         return None if others else first
+
+    def _multiplied(self, rows: Rows, in_size: int) -> GroupedFormat | None:
+        """The format of a product's weight: the checkpoint's, or the one that it is rounded to."""
+        form = self._kept(rows)
+        return INT4 if form is None and self._packs and in_size % INT4.group == 0 else form
 
     def _kept(self, rows: Rows) -> GroupedFormat | None:
         form = self._tensors.format_of(rows.tensor_name("weight"))
@@ -339,6 +349,14 @@ def _dtype(name: str, stored: StoredTensor) -> torch.dtype:
 
 def _whole(stored: StoredTensor, rows: Rows, part: slice, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(stored.whole(rows.index(part))).view(dtype)
+
+
+def _packed(name: str, weight: Tensor) -> GroupedWeight:
+    packed = quantize_int4_native((weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous())
+    assert packed.minimums is not None
+    if not packed.scales.max().item() <= MAX_SCALE or not packed.minimums.isfinite().all():
+        raise ConfigError(f"tensor {name} has weights that do not fit into 4 bits: --quantization int4 cannot serve it")
+    return packed
 
 
 def _grouped(stored: StoredTensor, rows: Rows, part: slice, form: GroupedFormat) -> GroupedWeight:

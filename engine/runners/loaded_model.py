@@ -32,7 +32,6 @@ Kernels: TypeAlias = tuple[str, str]  # the name of a backend, and the format of
 
 DEFAULT_CPU_BYTES = 500_000_000  # of a KV cache
 
-_NO_INT4_WEIGHTS = "--quantization int4: the checkpoint has no weights in 4 bits, as GGUF's Q4_0 and Q4_1 are"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OUT_OF_MEMORY = ("cannot allocate memory", "out of memory", "alloc_failed", "can't allocate memory")  # in lower case
 
@@ -176,11 +175,9 @@ def choose_backend(
         return _choose_cpu_backend(dtype, quantization, has_int4_weights, is_deterministic)
     if quantization == "fp8":
         check_fp8("--quantization", device)
-    if quantization == "int4" and not has_int4_weights:
-        raise ConfigError(_NO_INT4_WEIGHTS)
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
-    if quantization in ("auto", "int4") and has_int4_weights:
+    if quantization == "int4" or (quantization == "auto" and has_int4_weights):
         return "triton", "groups"
     return "triton", {"int8": "int8-weight", "fp8": "fp8"}.get(quantization, UNQUANTIZED)
 
@@ -203,8 +200,6 @@ def _choose_cpu_backend(
         raise ConfigError(f"--quantization {quantization}: activations can be bfloat16 or float32, not float16")
     if not has_native():
         raise ConfigError(f"--quantization {quantization} needs Pagoda installed where there is a C++ compiler")
-    if quantization == "int4" and not has_int4_weights:
-        raise ConfigError(_NO_INT4_WEIGHTS)
     # Activations stay in bfloat16 if products of bfloat16 are as fast as those of int8.
     return "native", "int8-weight" if quantization == "int8" and uses_amx else quantization
 

@@ -10,6 +10,7 @@ namespace {  // each file has its own copy
 #include "elementwise.h"
 #include "experts.h"
 #include "linear_whole.h"
+#include "quantize_int4.h"
 
 constexpr Ops make_ops(const char* name) {
     Ops ops{};
@@ -45,6 +46,12 @@ constexpr Ops make_ops(const char* name) {
     ops.mask_rows = mask_rows;
     ops.draw = [](ThreadPool& pool, Dtype dtype, const DrawArgs& args) {
         with_type(dtype, [&](auto type) { draw<decltype(type)>(pool, args); });
+    };
+    ops.quantize_int4 = [](ThreadPool& pool, Dtype dtype, const void* weight, uint8_t* values, uint16_t* scales,
+                           uint16_t* minimums, int64_t groups) {
+        with_type(dtype, [&](auto type) {
+            quantize_int4(pool, static_cast<const decltype(type)*>(weight), values, scales, minimums, groups);
+        });
     };
     set_byte_ops(ops);
     ops.pack_whole = [](ThreadPool& pool, Dtype dtype, const void* weight, void* packed, int64_t in, int64_t out) {

@@ -316,6 +316,16 @@ PyObject* embedding_grouped(PyObject*, PyObject* const* values, Py_ssize_t count
     return run(next, [=] { ops->embedding_grouped(pool, dtype, format, ids, packed, out, num_tokens, in, out_size); });
 }
 
+PyObject* quantize_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 6);
+    Dtype dtype = next.dtype();
+    void* weight = next.address();
+    uint8_t* codes = next.address<uint8_t>();
+    uint16_t *scales = next.address<uint16_t>(), *minimums = next.address<uint16_t>();
+    int64_t groups = next.integer();
+    return run(next, [=] { ops->quantize_int4(pool, dtype, weight, codes, scales, minimums, groups); });
+}
+
 PyObject* pack_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments next(values, count, 5);
     Dtype dtype = next.dtype();
@@ -479,6 +489,7 @@ PyMethodDef methods[] = {
     OP(pack_grouped),
     OP(linear_grouped),
     OP(embedding_grouped),
+    OP(quantize_int4),
     OP(pack_whole),
     OP(linear_whole),
     OP(route),

@@ -140,6 +140,8 @@ struct Ops {
     void (*pack_grouped)(ThreadPool&, Grouped, const GroupedArgs&);
     void (*linear_grouped)(ThreadPool&, Dtype, Grouped, const LinearArgs&);
     void (*embedding_grouped)(ThreadPool&, Dtype, Grouped, const int64_t* ids, const uint8_t* packed, void* out, int64_t count, int64_t in, int64_t out_size);
+    // Rounds groups of 32 weights to 4 bits above a minimum, as a GroupedWeight has them.
+    void (*quantize_int4)(ThreadPool&, Dtype, const void* weight, uint8_t* values, uint16_t* scales, uint16_t* minimums, int64_t groups);
     void (*pack_whole)(ThreadPool&, Dtype, const void* weight, void* packed, int64_t in, int64_t out);
     void (*linear_whole)(ThreadPool&, Dtype, const LinearArgs&);
     void (*weigh_experts)(ThreadPool&, Dtype, const WeighArgs&);

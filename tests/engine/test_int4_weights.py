@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -40,7 +41,15 @@ from pagoda_server.kernels.linear import linear
 from pagoda_server.kernels.linear_grouped import linear_grouped
 from tests.checkpoints.quantized_tensors import packed_in_4_bits
 from tests.checkpoints.tiny_gguf import tiny_model
-from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, step_logits
+from tests.engine.tiny_models import (
+    MODELS,
+    ShuffledBlocks,
+    load_runner,
+    next_chunk,
+    random_prompt,
+    save_model,
+    step_logits,
+)
 
 CPU = torch.device("cpu")
 VALUE_PROJECTION = "model.layers.1.self_attn.v_proj.weight"
@@ -52,7 +61,7 @@ def reference_int4() -> Backend:
     def make(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
         return (linear_grouped if isinstance(weight, GroupedWeight) else linear)(weight, bias, use)  # type: ignore[operator]
 
-    return dataclasses.replace(REFERENCE, makers={"int4": make}, weights="int4")
+    return dataclasses.replace(REFERENCE, makers={**REFERENCE.makers, "int4": make}, weights="int4")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +123,16 @@ def post_norm(make: Callable[..., Path]) -> Path:
 def folder(request: pytest.FixtureRequest) -> Path:
     found: Path = request.getfixturevalue(request.param)
     return found
+
+
+def save_wider_model(family: str, folder: Path) -> None:
+    """A tiny model whose sizes are multiples of 32."""
+    config = copy.deepcopy(MODELS[family])
+    config.hidden_size = 64
+    config.num_attention_heads = 4  # of which a head is a share of the hidden size in some families
+    if family != "gpt2":
+        config.intermediate_size, config.num_key_value_heads = 96, 2
+    save_model(config, folder)
 
 
 def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[str, Tensor | GroupedWeight]:
@@ -245,15 +264,13 @@ def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pyte
     assert choose_backend(CPU, torch.bfloat16, "int8", has_int4_weights=True) == ("native", "int8")
     with pytest.raises(ConfigError, match="--quantization int4: activations can be bfloat16 or float32, not float16"):
         choose_backend(CPU, torch.float16, "int4", has_int4_weights=True)
-    with pytest.raises(ConfigError, match="--quantization int4: the checkpoint has no weights in 4 bits"):
-        choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=False)
+    assert choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=False) == ("native", "int4")
     cuda = torch.device("cuda")
     for quantization in ("auto", "int4"):
         assert choose_backend(cuda, torch.bfloat16, quantization, has_int4_weights=True) == ("triton", "groups")
     assert choose_backend(cuda, torch.bfloat16, "none", has_int4_weights=True) == ("triton", UNQUANTIZED)
     assert choose_backend(cuda, torch.bfloat16, "auto", has_int4_weights=False) == ("triton", UNQUANTIZED)
-    with pytest.raises(ConfigError, match="--quantization int4: the checkpoint has no weights in 4 bits"):
-        choose_backend(cuda, torch.bfloat16, "int4", has_int4_weights=False)
+    assert choose_backend(cuda, torch.bfloat16, "int4", has_int4_weights=False) == ("triton", "groups")
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int4 needs Pagoda installed where there is a C"):
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=True)
@@ -269,6 +286,50 @@ def test_compiled_logits_are_near_those_in_float32(folder: Path, dtype: str) -> 
 
     exact = logits("float32", "none")
     assert (logits(dtype, "int4").float() - exact).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral"])
+def test_whole_weights_are_rounded_to_4_bits_if_that_is_wanted(family: str, tmp_path: Path) -> None:
+    """Matrices that are multiplied, with what is folded into them; the embedding, the head and routers stay."""
+    save_wider_model(family, tmp_path)
+    packed = parameters(tmp_path, torch.float32, keeps_int4=True)
+    whole = parameters(tmp_path, torch.float32, keeps_int4=False)
+    rounded = {name for name, weight in packed.items() if isinstance(weight, GroupedWeight)}
+    kept = ("embed", "wte", "wpe", "norm", "ln_", "lm_head", "block_sparse_moe.gate.", "mlp.gate.")
+    matrices = {name for name, weight in whole.items() if weight.shape[1:] and not any(each in name for each in kept)}
+    assert len(rounded) > 3
+    assert rounded == {name for name in matrices if whole[name].shape[1] % INT4.group == 0}
+    for name in rounded:
+        weight, before = packed[name], whole[name]
+        assert isinstance(weight, GroupedWeight)
+        assert isinstance(before, Tensor)
+        assert weight.format == INT4
+        error = (weight.dequantize() - before).norm() / before.norm()
+        assert 0.03 < error < 0.09, name
+
+
+def test_weights_that_4_bits_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
+    save_wider_model("qwen3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = 1e5
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=f"tensor {name} has weights that do not fit into 4 bits: --quantization int4"
+    ):
+        parameters(tmp_path, torch.float32, keeps_int4=True)
+
+
+@pytest.mark.skipif(not has_native(), reason="no kernels for products in 4 bits")
+def test_a_model_in_16_bits_is_served_in_4(tmp_path: Path) -> None:
+    save_wider_model("qwen3", tmp_path)
+
+    def logits(quantization: str) -> Tensor:
+        runner = load_runner(tmp_path, dtype="float32", quantization=quantization)
+        return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(40, seed=5), 1))])[0]
+
+    exact = logits("none")
+    assert 0.01 < (logits("int4").float() - exact).norm() / exact.norm() < 0.25
 
 
 @pytest.mark.skipif(not has_native(), reason="no kernels for products in 4 bits")

@@ -48,6 +48,7 @@ const NamedTest TESTS[] = {
     {"linear_grouped, exact numbers", test_grouped_exactly},
     {"linear_grouped, deviations", test_grouped},
     {"embedding_grouped", test_embedding_grouped},
+    {"quantize_int4", test_quantize_int4},
     {"linear_whole", test_whole},
     {"rows of experts", test_experts},
     {"weigh_experts", test_weigh_experts},

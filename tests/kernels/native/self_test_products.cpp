@@ -537,6 +537,30 @@ Findings test_embedding_grouped(const Subject& on) {
     return found;
 }
 
+// Each weight is at most about half a step from what its code stands for, and groups of equal weights are exact.
+Findings test_quantize_int4(const Subject& on) {
+    constexpr int64_t SIZE = 32, GROUPS = 700;
+    Findings found(0.75);
+    Random random(19);
+    Tensor weight(on.dtype, GROUPS * SIZE, random);
+    for (int64_t i = 0; i < SIZE; i++) weight.set(3 * SIZE + i, 0.75);
+    Room<uint8_t> values(GROUPS * SIZE / 2, 0);
+    Room<uint16_t> scales(GROUPS, 1), minimums(GROUPS, 1);
+    on.ops.quantize_int4(on.pool, on.dtype, weight.data(), values.data(), scales.data(), minimums.data(), GROUPS);
+    for (int64_t group = 0; group < GROUPS; group++) {
+        double scale = from_fp16(scales.data()[group]), minimum = from_fp16(minimums.data()[group]), low = INFINITY, high = -INFINITY;
+        for (int64_t i = 0; i < SIZE; i++) low = std::min(low, weight.at(group * SIZE + i)), high = std::max(high, weight.at(group * SIZE + i));
+        for (int64_t i = 0; i < SIZE; i++) {
+            int both = values.data()[group * SIZE / 2 + i % (SIZE / 2)], code = i < SIZE / 2 ? both & 15 : both >> 4;
+            double got = scale * code + minimum, want = weight.at(group * SIZE + i);
+            // The range that has the least error may leave out the ends of the group's own.
+            found.compare(std::clamp(got, low, high), std::clamp(want, minimum, minimum + 15 * scale), std::max(scale, 0x1p-10));
+        }
+    }
+    found.require(values.has_whole_guards() && scales.has_whole_guards() && minimums.has_whole_guards(), "wrote beyond its output");
+    return found;
+}
+
 Findings test_whole(const Subject& on) {
     Findings found(2e-6 + on.rounding());
     Random random(12);
