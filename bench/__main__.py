@@ -89,15 +89,16 @@ def compare_command(
 def quality_command(
     model: Model = DEFAULT_MODEL,
     text: Annotated[
-        Path, typer.Option(help="Text to predict.", exists=True, dir_okay=False, show_default=TEXT.name)
-    ] = TEXT,
+        list[Path] | None,
+        typer.Option(help="Text to predict; may be repeated.", exists=True, dir_okay=False, show_default=TEXT.name),
+    ] = None,
     threads: Threads = None,
     output: Output = OUTPUT,
 ) -> None:
     """Compare precisions with float32: perplexity, top-1 agreement, KL divergence and greedy outputs."""
     from bench.quality import quality  # imported here: other commands need no torch
 
-    quality(resolve(model), text, threads=threads or usable_cores(), output=output)
+    quality(resolve(model), text or [TEXT], threads=threads or usable_cores(), output=output)
 
 
 @app.command("promises")

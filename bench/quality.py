@@ -1,15 +1,15 @@
 """The command `quality`: what a quantization costs, measured with the engine's own runner on a text.
 
-The runner reads the text once, in chunks of a step. The logits after every token are compared with those of float32,
-which holds the checkpoint's weights exactly. Then slices of the text are continued greedily in one batch, as the engine
-does it.
+The runners of all precisions read the text in windows, in chunks of a step. The logits after every token are compared
+with those of float32, which holds the checkpoint's weights exactly. Then slices of the text are continued greedily in
+one batch, as the engine does it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +35,8 @@ from pagoda_server.settings.engine import DType, EngineConfig, Quantization
 NAME = "quality"
 NUM_CONTINUATIONS = 20
 CONTINUATION_LEN = 48
-MIN_PROMPT_LEN = 4
+MIN_PROMPT_LEN, MAX_PROMPT_LEN = 4, 128
+WINDOW_LEN = 2048  # a longer text is cut: no token is given more than these before it
 CHUNK_LEN = 512  # the engine's default token budget
 NORMAL_95 = 1.96  # standard errors on either side of the mean that hold 95 % of a normal distribution
 
@@ -57,17 +58,18 @@ PRECISIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """The results of one precision on a text.
+class Differences:
+    """One precision compared with the base at some positions of a text, each [positions].
 
-    logits         [num_tokens - 1, vocab] after every token but the last, in the weights' dtype
-    targets        [num_tokens - 1] int64, the tokens that follow
-    continuations  the greedy output for each prompt
+    losses, base_losses  negative log-likelihood of the token that follows
+    is_same              whether the most likely next token is the base's
+    divergences          KL(base ‖ this) in nats
     """
 
-    logits: Tensor
-    targets: Tensor
-    continuations: list[list[int]]
+    losses: Tensor
+    base_losses: Tensor
+    is_same: Tensor
+    divergences: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +95,32 @@ class Quality:
     mean_common: float
 
 
-def read(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None] = lambda count: None) -> Reading:
-    """Run one precision on a text. Raise BenchError if the text is too short, or longer than the runner can hold."""
+def windows(tokens: list[int], longest: int) -> list[list[int]]:
+    """Cut a text for runners that hold `longest` tokens. Raise BenchError if it is too short."""
     shortest = NUM_CONTINUATIONS * MIN_PROMPT_LEN
-    if not shortest <= len(tokens) <= runner.info.max_model_len:
-        raise BenchError(f"the text has {len(tokens)} tokens, not {shortest} to {runner.info.max_model_len}")
-    logits = text_logits(runner, tokens, on_tokens)
-    return Reading(logits, torch.tensor(tokens[1:]), continuations(runner, prompts(tokens), on_tokens))
+    if len(tokens) < shortest:
+        raise BenchError(f"the text has {len(tokens)} tokens; at least {shortest} are needed")
+    length = min(WINDOW_LEN, longest)
+    return [tokens[start : start + length] for start in range(0, len(tokens) - 1, length)]
 
 
-def text_logits(runner: ModelRunner, tokens: list[int], on_tokens: Callable[[int], None]) -> Tensor:
-    """Compute `Reading.logits` by one chunked prefill, with nothing else in the cache."""
+def text_logits(runner: ModelRunner, tokens: list[int]) -> Iterator[Tensor]:
+    """Yield [positions, vocab] after every token but the last, by one chunked prefill into an empty cache."""
     seq = _sequence(0, tokens, max_tokens=0)
     spec, count = runner.info.kv_cache, -(-len(tokens) // runner.info.kv_cache.block_size)
     tables = [range(start, start + count) for start in range(0, count * len(spec.groups.windows), count)]
     if tables[-1].stop > runner.info.num_blocks:
         raise BenchError(f"the KV cache has {runner.info.num_blocks} blocks, not {tables[-1].stop}")
     seq.blocks = BlockTable(tables[0], windows=map(WindowTable, tables[1:]))
-    parts = []
     for start in range(0, len(tokens) - 1, CHUNK_LEN):
-        chunk = Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start), samples=False)
-        parts.append(runner.logits(chunk).cpu())
-        on_tokens(chunk.length)
-    return torch.cat(parts)
+        yield runner.logits(Chunk(seq, start, min(CHUNK_LEN, len(tokens) - 1 - start), samples=False)).cpu()
 
 
 def prompts(tokens: list[int]) -> list[list[int]]:
-    """Cut the text into one equal slice per continuation; drop the remainder."""
-    length = len(tokens) // NUM_CONTINUATIONS
-    return [tokens[index * length : (index + 1) * length] for index in range(NUM_CONTINUATIONS)]
+    """One slice of the text per continuation, at equal distances."""
+    distance = len(tokens) // NUM_CONTINUATIONS
+    starts = range(0, NUM_CONTINUATIONS * distance, distance)
+    return [tokens[start : start + min(distance, MAX_PROMPT_LEN)] for start in starts]
 
 
 def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Callable[[int], None]) -> list[list[int]]:
@@ -144,28 +143,29 @@ def continuations(runner: ModelRunner, prompts: list[list[int]], on_tokens: Call
     return [seq.tokens[seq.request.prompt_len :] for seq in seqs]
 
 
-def compare(base: Reading, other: Reading) -> Quality:
-    """Compare two readings of the same text, in float32, a chunk of positions at a time."""
-    losses, base_losses, same, divergences = [], [], [], []
-    for start in range(0, len(base.targets), CHUNK_LEN):
-        rows = slice(start, start + CHUNK_LEN)
-        expected = base.logits[rows].float().log_softmax(dim=-1)
-        found = other.logits[rows].float().log_softmax(dim=-1)
-        base_losses.append(functional.nll_loss(expected, base.targets[rows], reduction="none"))
-        losses.append(functional.nll_loss(found, base.targets[rows], reduction="none"))
-        same.append(expected.argmax(dim=-1) == found.argmax(dim=-1))
-        divergences.append(functional.kl_div(found, expected, reduction="none", log_target=True).sum(dim=-1))
-    loss, base_loss = torch.cat(losses).double(), torch.cat(base_losses).double()
+def differences(base: Tensor, other: Tensor, targets: Tensor) -> Differences:
+    """Compare log-probabilities [positions, vocab] of the tokens that follow; `targets` [positions] int64 do."""
+    return Differences(
+        functional.nll_loss(other, targets, reduction="none").double(),
+        functional.nll_loss(base, targets, reduction="none").double(),
+        base.argmax(dim=-1) == other.argmax(dim=-1),
+        functional.kl_div(other, base, reduction="none", log_target=True).sum(dim=-1).double(),
+    )
+
+
+def summary(parts: list[Differences], base_outputs: list[list[int]], outputs: list[list[int]]) -> Quality:
+    """Sum up all positions of a text, and the continuations of the base and of the other precision."""
+    loss, base_loss = (torch.cat(each) for each in ([p.losses for p in parts], [p.base_losses for p in parts]))
     difference = loss - base_loss
     ratio = difference.mean().exp().item()
     standard_error = difference.std().item() / math.sqrt(len(difference))
-    pairs = list(zip(base.continuations, other.continuations, strict=True))
+    pairs = list(zip(base_outputs, outputs, strict=True))
     return Quality(
         perplexity=loss.mean().exp().item(),
         ratio=ratio,
         ratio_margin=ratio * NORMAL_95 * standard_error,
-        agreement=torch.cat(same).double().mean().item(),
-        kl_nats=torch.cat(divergences).double().mean().item(),
+        agreement=torch.cat([part.is_same for part in parts]).double().mean().item(),
+        kl_nats=torch.cat([part.divergences for part in parts]).mean().item(),
         identical=sum(one == two for one, two in pairs),
         mean_common=fmean(common_prefix_len(one, two) for one, two in pairs),
     )
@@ -181,21 +181,39 @@ def common_prefix_len(one: list[int], two: list[int]) -> int:
 
 
 def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]:
-    """Compare each precision with the first, one model in memory at a time. Raise ConfigError if one cannot run."""
-    found: dict[str, Quality] = {}
-    base: Reading | None = None
-    num_tokens = len(tokens) + NUM_CONTINUATIONS * CONTINUATION_LEN
+    """Compare each precision with the first. Raise ConfigError if one cannot run.
+
+    All models are in memory together, so that logits of one chunk are kept and not those of the text.
+    """
+    runners: dict[str, ModelRunner] = {}
     with shown_progress() as progress:
         for precision in PRECISIONS:
             config = EngineConfig(
                 str(folder), dtype=precision.dtype, quantization=precision.quantization, threads=threads
             )
-            runner = ModelRunner(config, progress)
-            with bars(num_tokens) as shown, shown.part(precision.name, num_tokens):
-                reading = read(runner, tokens, shown.add)
-            del runner
-            base = base or reading
-            found[precision.name] = compare(base, reading)
+            runners[precision.name] = ModelRunner(config, progress)
+    with bars(len(tokens)) as shown, shown.part("text", len(tokens)):
+        parts = read(list(runners.values()), tokens, shown.add)
+    num_outputs = NUM_CONTINUATIONS * CONTINUATION_LEN
+    outputs = []
+    for name, runner in runners.items():
+        with bars(num_outputs) as shown, shown.part(name, num_outputs):
+            outputs.append(continuations(runner, prompts(tokens), shown.add))
+    return {name: summary(part, outputs[0], output) for name, part, output in zip(runners, parts, outputs, strict=True)}
+
+
+def read(
+    runners: list[ModelRunner], tokens: list[int], on_tokens: Callable[[int], None] = lambda count: None
+) -> list[list[Differences]]:
+    """Let every runner read a text, and compare it with the first. Raise BenchError if the text is too short."""
+    found: list[list[Differences]] = [[] for _ in runners]
+    for window in windows(tokens, min(runner.info.max_model_len for runner in runners)):
+        chunks = torch.tensor(window[1:]).split(CHUNK_LEN)
+        for targets, *logits in zip(chunks, *(text_logits(runner, window) for runner in runners), strict=True):
+            base, *others = (each.float().log_softmax(dim=-1) for each in logits)
+            for parts, other in zip(found, [base, *others], strict=True):
+                parts.append(differences(base, other, targets))
+            on_tokens(len(targets))
     return found
 
 
@@ -223,11 +241,12 @@ def table(found: dict[str, Quality], num_tokens: int) -> Cells:
     return Cells(f"Quality on {num_tokens:,} tokens of text, and on greedy continuations of its slices", headings, rows)
 
 
-def quality(folder: Path, text: Path, *, threads: int, output: Path) -> None:
-    """Print a table; write quality.json and .md into the folder `output`."""
+def quality(folder: Path, texts: list[Path], *, threads: int, output: Path) -> None:
+    """Print a table of the texts one after another; write quality.json and .md into the folder `output`."""
     console = Console(width=max(130, Console().width))
     setting = Setting.here(threads)
-    tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.read_text()).ids
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = tokenizer.encode("\n".join(text.read_text() for text in texts)).ids
     found = measure(folder, tokens, threads)
     cells = table(found, len(tokens))
     console.print(cells.rich(), "")
@@ -237,7 +256,7 @@ def quality(folder: Path, text: Path, *, threads: int, output: Path) -> None:
         {
             "setting": record.fields(setting),
             "model": folder.name,
-            "text": text.name,
+            "texts": [text.name for text in texts],
             "tokens": len(tokens),
             "continuations": {"count": NUM_CONTINUATIONS, "tokens": CONTINUATION_LEN},
             "precisions": {name: asdict(quality) for name, quality in found.items()},

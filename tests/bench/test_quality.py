@@ -17,13 +17,16 @@ from bench.__main__ import TEXT, main
 from bench.quality import (
     CONTINUATION_LEN,
     NUM_CONTINUATIONS,
+    Differences,
     Quality,
-    Reading,
-    compare,
+    continuations,
+    differences,
     measure,
     prompts,
     quality,
     read,
+    summary,
+    text_logits,
 )
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import has_native
@@ -54,24 +57,42 @@ def runner(folder: Path, theirs: Any) -> ModelRunner:
     return load_runner(folder)
 
 
+def perplexity(parts: list[Differences]) -> float:
+    return summary(parts, [[1]], [[1]]).perplexity
+
+
 def test_perplexity_is_that_of_transformers_across_chunks(
     runner: ModelRunner, theirs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.quality.CHUNK_LEN", 64)
-    reading = read(runner, TOKENS)
     with torch.inference_mode():
         logits = theirs(torch.tensor([TOKENS])).logits[0, :-1]
-    torch.testing.assert_close(reading.logits, logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.cat(list(text_logits(runner, TOKENS))), logits, rtol=1e-3, atol=1e-3)
     expected = functional.cross_entropy(logits, torch.tensor(TOKENS[1:])).exp().item()
-    assert compare(reading, reading).perplexity == pytest.approx(expected, rel=1e-4)
+    (parts,) = read([runner], TOKENS)
+    assert perplexity(parts) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_long_text_is_read_in_windows_that_know_nothing_of_each_other(runner: ModelRunner, theirs: Any) -> None:
+    """The last of three windows, as long as the model's context, has one token: it predicts nothing."""
+    tokens, length = random_prompt(2 * 256 + 1, seed=0), runner.info.max_model_len
+    heard: list[int] = []
+    (parts,) = read([runner], tokens, heard.append)
+    losses = []
+    for start in (0, length):
+        window = torch.tensor(tokens[start : start + length])
+        with torch.inference_mode():
+            losses.append(functional.cross_entropy(theirs(window[None]).logits[0, :-1], window[1:]).item())
+    assert sum(heard) == 2 * (length - 1)
+    assert perplexity(parts) == pytest.approx(math.exp(sum(losses) / 2), rel=1e-4)
 
 
 def test_continuations_are_those_of_transformers(runner: ModelRunner, theirs: Any) -> None:
     theirs.generation_config.eos_token_id = None
     heard: list[int] = []
-    reading = read(runner, TOKENS, heard.append)
-    assert sum(heard) == len(TOKENS) - 1 + NUM_CONTINUATIONS * CONTINUATION_LEN
-    for prompt, continuation in zip(prompts(TOKENS), reading.continuations, strict=True):
+    found = continuations(runner, prompts(TOKENS), heard.append)
+    assert sum(heard) == NUM_CONTINUATIONS * CONTINUATION_LEN
+    for prompt, continuation in zip(prompts(TOKENS), found, strict=True):
         out = theirs.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -83,17 +104,16 @@ def test_continuations_are_those_of_transformers(runner: ModelRunner, theirs: An
 
 
 def test_a_model_agrees_with_itself(runner: ModelRunner) -> None:
-    found = compare(read(runner, TOKENS), read(runner, TOKENS))
-    expected = Quality(found.perplexity, 1.0, 0.0, 1.0, 0.0, NUM_CONTINUATIONS, float(CONTINUATION_LEN))
-    assert found == expected
+    for parts in read([runner, runner], TOKENS):
+        found = summary(parts, [[1, 2]], [[1, 2]])
+        assert found == Quality(found.perplexity, 1.0, 0.0, 1.0, 0.0, 1, 2.0)
 
 
 def test_figures_are_those_computed_by_hand() -> None:
     """Two positions of a vocabulary of two: the base predicts ¾, ¼ twice; the other predicts ½, ½, then ¼, ¾."""
-    targets = torch.tensor([0, 0])
-    base = Reading(torch.tensor([[0.75, 0.25], [0.75, 0.25]]).log(), targets, [[1, 2, 3, 4], [5, 6]])
-    other = Reading(torch.tensor([[0.5, 0.5], [0.25, 0.75]]).log(), targets, [[1, 2, 9, 4], [5, 6]])
-    found = compare(base, other)
+    base, other = (torch.tensor(rows).log() for rows in ([[0.75, 0.25]] * 2, [[0.5, 0.5], [0.25, 0.75]]))
+    parts = [differences(base[row, None], other[row, None], torch.tensor([0])) for row in range(2)]
+    found = summary(parts, [[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]])
     assert found.perplexity == pytest.approx(math.sqrt(2 * 4))
     assert found.ratio == pytest.approx(math.sqrt((0.75 / 0.5) * (0.75 / 0.25)))
     # The losses differ by log 1.5 and log 3: a standard deviation of log 2 ÷ √2, a standard error of log 2 ÷ 2.
@@ -106,10 +126,9 @@ def test_figures_are_those_computed_by_hand() -> None:
     assert found.mean_common == (2 + 2) / 2
 
 
-@pytest.mark.parametrize("length", [79, 257])
-def test_a_text_that_does_not_fit_is_told(runner: ModelRunner, length: int) -> None:
-    with pytest.raises(BenchError, match=f"{length} tokens, not 80 to 256"):
-        read(runner, random_prompt(length, seed=0))
+def test_a_text_that_is_too_short_is_refused(runner: ModelRunner) -> None:
+    with pytest.raises(BenchError, match="79 tokens; at least 80 are needed"):
+        read([runner], random_prompt(79, seed=0))
 
 
 def test_a_model_without_logits_is_told_in_one_line(
@@ -122,9 +141,10 @@ def test_a_model_without_logits_is_told_in_one_line(
 
 @needs_int8
 def test_the_report_holds_every_precision(folder: Path, theirs: Any, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(map(str, TOKENS)))
-    quality(folder, text, threads=1, output=tmp_path)
+    texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for text, part in zip(texts, (TOKENS[:70], TOKENS[70:]), strict=True):
+        text.write_text(" ".join(map(str, part)))
+    quality(folder, texts, threads=1, output=tmp_path)
     document = json.loads((tmp_path / "quality.json").read_text())
     assert document["tokens"] == len(TOKENS)
     found = document["precisions"]
