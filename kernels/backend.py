@@ -97,11 +97,11 @@ class Backend:
 
     embedding    its result has the dtype of the residual stream: the table's, the model's, or float32
     makers       make the products of weights in each format; REFERENCE has all formats
-    multiplies   whether products in int4 or in groups take a weight in this format
+    multiplies   whether the device multiplies weights in groups of this format
     join         makes an expert layer of products in each format; its reference is `experts`
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
-    weights           the format that a model's matrices get; int4: those that `keeps` names as they are, others int8;
+    weights           the format that a model's matrices get, except those that `keeps` names; int4: int8;
                       groups: all matrices as the checkpoint has them, and activations as they are
     is_deterministic  a token's logits depend on the tokens before it alone, to the last bit: not on the batch, on how
                       the prompt was cut, or on what was cached
@@ -140,7 +140,9 @@ class Backend:
 
     def keeps(self, form: GroupedFormat | None) -> bool:
         """Whether `linear` takes a `GroupedWeight` of this format; None: a weight that is not in groups."""
-        return self.weights in ("int4", "groups") and form is not None and self.multiplies(form)
+        if form is None or not self.multiplies(form):
+            return False
+        return self.weights == "groups" or self.weights == ("fp8" if form.is_float else "int4")
 
     def linear(self, weight: Any, bias: Tensor | None, use: Use = PLAIN) -> Linear:
         """Make a product with a weight, which gets this backend's format, or with a list of them that are stacked.

@@ -1,7 +1,7 @@
-"""Weights in groups: codes of a few bits, with a scale and perhaps a minimum for every 16 or 32 inputs of an output.
+"""Weights in groups: codes of a few bits, with a scale and perhaps a minimum for every few inputs of an output.
 
 Files hold such weights in many formats. Most differ only in how they lay out these numbers, so that a weight can keep
-the values of its file (GGUF's Q4_0 to Q8_0, AWQ, GPTQ, compressed-tensors, MXFP4).
+the values of its file (GGUF's Q4_0 to Q8_0, AWQ, GPTQ, compressed-tensors, MXFP4, FP8).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class GroupedFormat:
     """What a weight in groups is made of.
 
     bits         of a code: 4, 5, 6 or 8
-    group        inputs that share a scale: 16 or 32
+    group        inputs that share a scale: 16 or 32; any number of them for values in float8, perhaps all
     has_minimum  an element is scale * value + minimum, else scale * value
     table        the 16 values in int8 that codes of 4 bits stand for; None: codes are the values
+    is_float     values are float8 e4m3, without a minimum, and scales are float32
 
     Values are int8. Without a table they are 0…15 in 4 bits, -16…15 in 5 bits, -32…31 in 6 bits, and any int8 in
     8 bits; in 5 and 6 bits with a minimum they are 0…31 and 0…63.
@@ -32,16 +33,24 @@ class GroupedFormat:
     group: int = 32
     has_minimum: bool = False
     table: tuple[int, ...] | None = None
+    is_float: bool = False
 
     def __post_init__(self) -> None:
         assert self.bits in (4, 5, 6, 8)
-        assert self.group in (16, 32)
+        assert self.group in (16, 32) or self.is_float
+        assert not self.is_float or (self.bits == 8 and not self.has_minimum)
         assert self.table is None or (self.bits == 4 and len(self.table) == NIBBLES)
 
     @property
     def values_shape(self) -> tuple[torch.dtype, int]:
         """The dtype of stored values, and how many there are for a group."""
-        return (torch.uint8, self.group // 2) if self.bits == 4 else (torch.int8, self.group)
+        if self.bits == 4:
+            return torch.uint8, self.group // 2
+        return torch.float8_e4m3fn if self.is_float else torch.int8, self.group
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float32 if self.is_float else torch.float16
 
 
 INT4 = GroupedFormat(has_minimum=True)
@@ -51,9 +60,9 @@ INT4 = GroupedFormat(has_minimum=True)
 class GroupedWeight:
     """A matrix [out, in] whose elements are scale * value + minimum.
 
-    values    [out, groups, group] int8; in 4 bits [out, groups, group / 2] uint8: the codes of a group's first half are
-              in low nibbles, those of the other half in high nibbles
-    scales    [out, groups] float16
+    values    [out, groups, group] int8 or float8; in 4 bits [out, groups, group / 2] uint8: the codes of a group's
+              first half are in low nibbles, those of the other half in high nibbles
+    scales    [out, groups] float16, or float32 of values in float8
     minimums  [out, groups] float16, or None if the format has none
     """
 
@@ -71,7 +80,7 @@ class GroupedWeight:
         return GroupedWeight(
             form,
             torch.empty(out_size, groups, size, dtype=dtype, device=device),
-            torch.empty(out_size, groups, dtype=torch.float16, device=device),
+            torch.empty(out_size, groups, dtype=form.scale_dtype, device=device),
             torch.empty(out_size, groups, dtype=torch.float16, device=device) if form.has_minimum else None,
         )
 
@@ -83,8 +92,9 @@ class GroupedWeight:
             raise ValueError(f"its values are {_described(values)}, not {_name(dtype)} [out, groups, {size}]")
         assert (minimums is not None) == form.has_minimum
         for name, part in (("scales", scales), ("minimums", minimums)):
-            if part is not None and (part.dtype != torch.float16 or part.shape != values.shape[:2]):
-                raise ValueError(f"its {name} are {_described(part)}, not float16 {list(values.shape[:2])}")
+            if part is not None and (part.dtype != form.scale_dtype or part.shape != values.shape[:2]):
+                wanted = f"{_name(form.scale_dtype)} {list(values.shape[:2])}"
+                raise ValueError(f"its {name} are {_described(part)}, not {wanted}")
         return GroupedWeight(form, values, scales, minimums)
 
     @property
@@ -110,7 +120,7 @@ class GroupedWeight:
             part.copy_(other)
 
     def whole_values(self) -> Tensor:
-        """[out, groups, group] int8, what the codes stand for."""
+        """[out, groups, group] int8 or float8, what the codes stand for."""
         if self.format.bits != 4:
             return self.values
         codes = torch.cat([self.values & 15, self.values >> 4], dim=-1)
@@ -120,7 +130,7 @@ class GroupedWeight:
 
     def dequantize(self) -> Tensor:
         """[out, in] float32, each element rounded once."""
-        values = self.whole_values() * self.scales.float()[..., None]
+        values = self.whole_values().float() * self.scales.float()[..., None]
         if self.minimums is not None:
             values += self.minimums.float()[..., None]
         return values.flatten(1)

@@ -88,7 +88,7 @@ def _number(form: GroupedFormat) -> int | None:
 
 
 def multiplies_all(form: GroupedFormat) -> bool:
-    """Whether `linear_grouped` multiplies a format: it does all."""
+    """Whether a reference multiplies a format: it does all."""
     return True
 
 

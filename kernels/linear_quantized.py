@@ -68,8 +68,10 @@ def linear_int8_weight(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) ->
     return _Quantized(*quantize_to_int8(weight), bias, use.activation)
 
 
-def linear_fp8_weight(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
-    """`linear` with a weight in float8, summed in float32."""
+def linear_fp8_weight(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+    """`linear` with a weight in float8, summed in float32. One that the checkpoint has in float8 keeps its values."""
+    if isinstance(weight, GroupedWeight):
+        return _Grouped(weight, bias, use.activation)
     return _Quantized(*quantize_to_fp8(weight), bias, use.activation)
 
 

@@ -10,7 +10,13 @@ from ..route import route
 from ..sample import likeliest_if_drawn, most_likely_allowed, sample
 from .embedding import embedding_triton
 from .experts import experts_triton
-from .linear import linear_fp8_weight_triton, linear_grouped_triton, linear_int8_weight_triton, linear_triton
+from .linear import (
+    linear_fp8_weight_triton,
+    linear_grouped_triton,
+    linear_int8_weight_triton,
+    linear_triton,
+    multiplies,
+)
 from .paged_attention import paged_attention_triton, plan_attention_triton
 from .rms_norm import layer_norm_triton, rms_norm_triton
 from .rope_and_store_kv import rope_and_store_kv_triton
@@ -39,5 +45,6 @@ TRITON = Backend(
     likeliest_if_drawn=likeliest_if_drawn,
     most_likely_allowed=most_likely_allowed,
     sample_rows=sample_rows_triton,
+    multiplies=multiplies,
     looks_up_rotations=True,
 )

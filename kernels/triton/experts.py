@@ -8,7 +8,7 @@ for the most tiles that so many rows can have; programs beyond the last tile end
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -22,9 +22,10 @@ from ..route import Routes
 from .activate import activate_triton
 from .configs import IS_INTERPRETED
 from .dependent_launch import await_previous, dependent_launch
-from .linear import WeightMaker
+from .groups import packed_table
+from .linear import GroupedMaker, WeightMaker
 from .linear_fixed import fixed_config
-from .product import Config, Weight
+from .product import Config, Weight, add_product
 
 # For experts of few rows: tiles have the fewest rows that a tensor core takes.
 FEW_ROWS = Config(rows=16, outputs=64, inputs=128, splits=1, num_warps=4, num_stages=4)
@@ -34,7 +35,7 @@ SUMMED = 1024  # outputs that a program adds up
 @dataclass(frozen=True, slots=True)
 class _TritonExperts:
     """
-    gate_up, down  values [experts, out, in], scales and biases [experts, out]
+    gate_up, down  the weights of all experts; their biases are [experts, out]
     """
 
     gate_up: Weight
@@ -57,47 +58,59 @@ class _TritonExperts:
         sources = (order // chosen).int()
         places = torch.empty_like(sources)
         places[order] = torch.arange(rows * chosen, dtype=torch.int32, device=x.device)
-        config = self._config(rows * chosen // count, x.dtype.itemsize)
-        gate_up = multiply_rows(x, self.gate_up, self.gate_up_bias, ExpertRows(starts, sources), config)
+        first, second = (
+            self._config(weight, rows * chosen // count, x.dtype.itemsize) for weight in (self.gate_up, self.down)
+        )
+        gate_up = multiply_rows(x, self.gate_up, self.gate_up_bias, ExpertRows(starts, sources), first)
         activated = activate_triton(gate_up, self.activation)
-        outputs = multiply_rows(activated, self.down, self.down_bias, ExpertRows(starts), config)
+        outputs = multiply_rows(activated, self.down, self.down_bias, ExpertRows(starts), second)
         return weigh(outputs, places.view(rows, chosen), routes.weights, shared, gates)
 
-    def _config(self, rows_of_an_expert: int, itemsize: int) -> Config:
-        few = rows_of_an_expert <= FEW_ROWS.rows and itemsize < 4 and not self.is_deterministic
-        return FEW_ROWS if few else fixed_config(self.gate_up.values.shape[2], itemsize)
+    def _config(self, weight: Weight, rows_of_an_expert: int, itemsize: int) -> Config:
+        if rows_of_an_expert <= FEW_ROWS.rows and itemsize < 4 and not self.is_deterministic:
+            return few_rows(weight)
+        return fixed_config(weight.sizes[1], itemsize, in_groups=weight.group > 0)
+
+
+def few_rows(weight: Weight) -> Config:
+    """FEW_ROWS, except that values of a table take more registers than four warps have on compute capability 10.0."""
+    return replace(FEW_ROWS, num_warps=8) if weight.table else FEW_ROWS
 
 
 def experts_triton(make: LinearMaker, weights: Iterable[ExpertWeights], count: int, use: Use) -> Experts:
     """`experts` in each format of which there is a `Weight`."""
     assert use.activation is not None
-    if not isinstance(make, WeightMaker):
+    if not isinstance(make, WeightMaker | GroupedMaker):
         return experts(make, weights, count, use)
     layer: _TritonExperts | None = None
     for number, each in enumerate(weights):
         gate_up, down = make.prepare(each.gate_up), make.prepare(each.down)
         if layer is None:
-            stacks = _like(count, gate_up), _stack(count, each.gate_up_bias), _like(count, down)
+            stacks = stack_of(count, gate_up), _stack(count, each.gate_up_bias), stack_of(count, down)
             bias = _stack(count, each.down_bias)
             layer = _TritonExperts(*stacks, bias, use.activation, use.is_deterministic)
         for stack, part in (
-            (layer.gate_up.values, gate_up.values),
-            (layer.gate_up.scales, gate_up.scales),
+            *zip(_parts(layer.gate_up), _parts(gate_up), strict=True),
+            *zip(_parts(layer.down), _parts(down), strict=True),
             (layer.gate_up_bias, each.gate_up_bias),
-            (layer.down.values, down.values),
-            (layer.down.scales, down.scales),
             (layer.down_bias, each.down_bias),
         ):
             if stack is not None and part is not None:
+                assert stack.dtype == part.dtype
                 stack[number] = part
     assert layer is not None
     return layer
 
 
-def _like(count: int, weight: Weight) -> Weight:
-    values = _stack(count, weight.values)
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return weight.values, weight.scales, weight.minimums
+
+
+def stack_of(count: int, weight: Weight) -> Weight:
+    """Uninitialized weights of so many experts, in the format of one."""
+    values, scales, minimums = (_stack(count, part) for part in _parts(weight))
     assert values is not None
-    return Weight(values, _stack(count, weight.scales))
+    return replace(weight, values=values, scales=scales, minimums=minimums)
 
 
 def _stack(count: int, part: Tensor | None) -> Tensor | None:
@@ -108,11 +121,11 @@ def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None, rows: ExpertRo
     """The products of rows with the weights of their experts, accumulated in float32.
 
     x       [any, in] with `rows.sources`, or [rows, in]
-    weight  values [experts, out, in], scales [experts, out]
+    weight  of all experts
     bias    [experts, out], x's dtype, or None
     return  [rows, out], x's dtype
     """
-    count, out_size, in_size = weight.values.shape
+    count, (out_size, in_size) = len(weight.values), weight.sizes
     num_rows = len(x if rows.sources is None else rows.sources)
     out = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     most_tiles = triton.cdiv(num_rows + min(count, num_rows) * (config.rows - 1), config.rows)
@@ -120,6 +133,7 @@ def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None, rows: ExpertRo
         x.contiguous(),
         weight.values,
         weight.scales,
+        weight.minimums,
         bias,
         out,
         rows.starts,
@@ -132,6 +146,9 @@ def multiply_rows(x: Tensor, weight: Weight, bias: Tensor | None, rows: ExpertRo
         OUTPUTS=config.outputs,
         INPUTS=config.inputs,
         IS_EVEN=in_size % config.inputs == 0,
+        GROUP=weight.group,
+        IS_PACKED=weight.is_packed,
+        TABLE=packed_table(weight.table),
         UPCAST=IS_INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -145,6 +162,7 @@ def _multiply_rows(
     x_ptr,
     weight_ptr,
     scales_ptr,
+    minimums_ptr,
     bias_ptr,
     out_ptr,
     starts_ptr,
@@ -157,6 +175,9 @@ def _multiply_rows(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    TABLE: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -177,26 +198,23 @@ def _multiply_rows(
     if sources_ptr is not None:
         read_row = tl.load(sources_ptr + read_row).to(tl.int64)
     read_output = tl.minimum(expert, EXPERTS - 1).to(tl.int64) * out_size + tl.minimum(output, out_size - 1)
-    if scales_ptr is not None:
+    row_ptr = x_ptr + read_row[:, None] * in_size
+    dtype: tl.constexpr = tl.float32 if UPCAST else x_ptr.dtype.element_ty
+    scale = None
+    if scales_ptr is not None and GROUP == 0:
         scale = tl.load(scales_ptr + read_output)[:, None]
     total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     for first in range(0, tl.where(end_row > 0, in_size, 0), INPUTS):
-        inputs = first + tl.arange(0, INPUTS)
-        weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
-        x_places = x_ptr + read_row[:, None] * in_size + inputs[None, :]
-        if IS_EVEN:
-            weight, x = tl.load(weight_places), tl.load(x_places)
-        else:
-            inside = (inputs < in_size)[None, :]
-            weight, x = tl.load(weight_places, mask=inside, other=0.0), tl.load(x_places, mask=inside, other=0.0)
-        if UPCAST:
-            weight, x = weight.to(tl.float32), x.to(tl.float32)
-        else:
-            weight = weight.to(x.dtype)
-        if scales_ptr is not None:  # scaled here for the reason that product.py gives
-            total += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
-        else:
-            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        total = add_product(
+            total,
+            row_ptr,
+            weight_ptr,
+            scales_ptr,
+            minimums_ptr,
+            scale,
+            *(read_output, first, in_size, 0.0, 0.0, dtype),
+            *(INPUTS, GROUP, IS_PACKED, TABLE, IS_EVEN, "", False),
+        )
     if bias_ptr is not None:
         total += tl.load(bias_ptr + read_output).to(tl.float32)[:, None]
     place = out_ptr + row.to(tl.int64)[None, :] * out_size + output[:, None]

@@ -82,8 +82,11 @@ def widened_part(
 @triton.jit
 def values_of(codes, part: tl.constexpr, IS_PACKED: tl.constexpr, TABLE: tl.constexpr):
     """What stored codes stand for, in float32: those in low nibbles for part 0, those in high nibbles for part 1."""
-    if not IS_PACKED:
-        return codes.to(tl.float32)
+    return _values_of_nibbles(codes, part, TABLE) if IS_PACKED else codes.to(tl.float32)
+
+
+@triton.jit
+def _values_of_nibbles(codes, part: tl.constexpr, TABLE: tl.constexpr):
     code = codes & 15 if part == 0 else codes >> 4
     if TABLE == 0:
         return code.to(tl.float32)

@@ -63,6 +63,10 @@ def random_groups(form: GroupedFormat, out_size: int, in_size: int, device: torc
     """A weight with all codes of its format, and elements about as large as those of `normal`."""
     weight = GroupedWeight.allocate(form, out_size, in_size, device)
     levels = 1 << form.bits
+    if form.is_float:
+        weight.values.copy_(normal(*weight.values.shape, dtype=torch.bfloat16, device=device))
+        weight.scales.uniform_(0.5, 1.5)
+        return weight
     if form.bits == 4:
         weight.values.random_(0, 256)
     else:

@@ -17,16 +17,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..activate import Activation
-from ..grouped_weight import GroupedWeight
+from ..grouped_weight import GroupedFormat, GroupedWeight
 from ..linear import PLAIN, Linear, Use, linear
 from ..linear_quantized import quantize_to_fp8, quantize_to_int8
 from .activate import activate_triton
-from .configs import num_processors
+from .configs import IS_INTERPRETED, capability, num_processors
 from .linear_dequantized import multiply_dequantized
 from .linear_fixed import FixedLinear
 from .product import NO_KERNEL, Config, DefaultConfig, Weight, choose, multiply
 
 FP8_CAPABILITY = (8, 9)
+WIDE, NARROW = 128, 32  # inputs of a group of values in float8
 
 # Rows that our kernel multiplies by default. It is an estimate for an H100, until a GPU's table replaces it:
 # - Our kernel takes 0.0067 ps for an element of the weight and a row, at 300 TFLOP/s. In a tile of 128 × 128 × 64 the
@@ -152,30 +153,55 @@ def to_int8(weight: Tensor) -> Weight:
     return Weight(*quantize_to_int8(weight))
 
 
-def to_fp8(weight: Tensor) -> Weight:
+def to_fp8(weight: Tensor | GroupedWeight) -> Weight:
     """Raises ValueError on a GPU without float8."""
-    if weight.is_cuda and (capability := torch.cuda.get_device_capability(weight.device)) < FP8_CAPABILITY:
+    if isinstance(weight, GroupedWeight):
+        return in_groups(weight)
+    if weight.is_cuda and (found := torch.cuda.get_device_capability(weight.device)) < FP8_CAPABILITY:
         raise ValueError(
             "--quantization fp8 needs a GPU of compute capability 8.9 or higher; this one has "
-            f"{capability[0]}.{capability[1]}; --quantization int8 runs on it"
+            f"{found[0]}.{found[1]}; --quantization int8 runs on it"
         )
     return Weight(*quantize_to_fp8(weight))
 
 
 def in_groups(weight: GroupedWeight) -> Weight:
+    """The same values. Large groups are cut into those of WIDE inputs, which a tile of a product lies within."""
+    values, scales, group = weight.values.contiguous(), weight.scales.contiguous(), weight.format.group
+    if weight.format.is_float:
+        if scales.shape[1] == 1:
+            return Weight(values.flatten(1), scales.flatten())
+        parts = group // (WIDE if group % WIDE == 0 else NARROW)
+        values, scales = values.unflatten(2, (parts, -1)).flatten(1, 2), scales.repeat_interleave(parts, 1)
+        group //= parts
     minimums = None if weight.minimums is None else weight.minimums.contiguous()
-    parts = weight.values.contiguous(), weight.scales.contiguous(), minimums
-    return Weight(*parts, weight.format.group, weight.format.table)
+    return Weight(values, scales, minimums, group, weight.format.table)
 
 
-def linear_grouped_triton(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
-    """`linear_grouped_weight`: a weight that is not in groups is multiplied as it is."""
+def multiplies(form: GroupedFormat) -> bool:
+    """Whether the current GPU multiplies a format: all of them convert whole numbers, and some float8."""
+    return not form.is_float or IS_INTERPRETED or capability() >= FP8_CAPABILITY[0] * 10 + FP8_CAPABILITY[1]
+
+
+class GroupedMaker:
+    """Makes `linear_grouped_weight`: a weight that is not in groups is multiplied as it is."""
+
+    def prepare(self, weight: Tensor | GroupedWeight) -> Weight:
+        return _maker_of(weight).prepare(weight)
+
+    def __call__(self, weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN, /) -> Linear:
+        return _maker_of(weight)(weight, bias, use)
+
+
+def _maker_of(weight: Tensor | GroupedWeight) -> WeightMaker:
     if isinstance(weight, Tensor):
-        return linear_triton(weight, bias, use)
-    make = _linear_4_bits if weight.format.bits == 4 else _linear_8_bits
-    return make(weight, bias, use)
+        return linear_triton
+    if weight.format.is_float:
+        return linear_fp8_weight_triton
+    return _linear_4_bits if weight.format.bits == 4 else _linear_8_bits
 
 
+linear_grouped_triton = GroupedMaker()
 linear_triton = WeightMaker("linear", Weight, library, library)
 _linear_4_bits = WeightMaker("linear_4_bits", in_groups, grouped_config, gated_grouped_config)
 _linear_8_bits = WeightMaker("linear_8_bits", in_groups, grouped_config, gated_grouped_config)

@@ -137,7 +137,7 @@ def _dequantize_groups(
     scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)[:, None]
     if minimums_ptr is not None:
         minimum = tl.load(minimums_ptr + place, mask=inside, other=0.0).to(tl.float32)[:, None]
-    codes = tl.load(weight_ptr + place[:, None] * width + number[None, :], mask=inside[:, None], other=0)
+    codes = tl.load(weight_ptr + place[:, None] * width + number[None, :], mask=inside[:, None], other=0.0)
     if ids_ptr is None:
         await_previous(PDL)  # the weight is a constant
     for part in tl.static_range(2 if IS_PACKED else 1):

@@ -47,6 +47,8 @@ class Config:
 class Weight:
     """A weight, quantized or not.
 
+    Those of several experts have another dimension, the first.
+
     values    [out, in], contiguous, of any dtype that widens to that of the rows; in groups as in `GroupedWeight`
     scales    [out] float32, factors of the values; None: the values are the weight; in groups [out, groups]
     minimums  [out, groups], what is added to the scaled values of a group, or None
@@ -63,7 +65,8 @@ class Weight:
     @property
     def sizes(self) -> tuple[int, int]:
         """(out, in)"""
-        return self.values.shape[0], self.values.shape[1] * (self.group or 1)
+        *_, out_size, in_size = self.values.shape[:-1] if self.group else self.values.shape
+        return out_size, in_size * (self.group or 1)
 
     @property
     def is_packed(self) -> bool:
@@ -195,8 +198,8 @@ def _multiply(
     read_output = tl.minimum(output, out_size - 1).to(tl.int64)
     x_width = 2 * in_size if IS_GATED else in_size
     row_ptr = x_ptr + read_row[:, None] * x_width
-    parameters = (first_parameter, second_parameter)
     dtype: tl.constexpr = tl.float32 if UPCAST else x_ptr.dtype.element_ty
+    scale = None
     if scales_ptr is not None and GROUP == 0:
         scale = tl.load(scales_ptr + read_output)[:, None]
     if PDL:
@@ -210,34 +213,75 @@ def _multiply(
         last = tl.minimum(first + tiles_per_split * INPUTS, in_size)
         sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
         for start in range(first, last, INPUTS):
-            # A product that is scaled, or is added to the sums, is waited for. Without that, Triton 3.6 widens the next
-            # weights into registers that a running product still reads (triton-lang/triton#9433).
-            if GROUP != 0:
-                product = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
-                for part in tl.static_range(2):
-                    inputs = inputs_of_part(start, part, INPUTS, GROUP, IS_PACKED)
-                    x = _load_rows(row_ptr, inputs, in_size, *parameters, IS_EVEN, FUNCTION, IS_GATED).to(dtype)
-                    weight = widened_part(
-                        *(weight_ptr, scales_ptr, minimums_ptr, read_output, start, in_size, part, dtype),
-                        *(INPUTS, GROUP, IS_PACKED, TABLE, IS_EVEN),
-                    )
-                    product = tl.dot(weight, tl.trans(x), product, input_precision="ieee")
-                sums += product
-            else:
-                inputs = start + tl.arange(0, INPUTS)
-                weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
-                weight = load(weight_places, inputs, in_size, IS_EVEN).to(dtype)
-                x = _load_rows(row_ptr, inputs, in_size, *parameters, IS_EVEN, FUNCTION, IS_GATED).to(dtype)
-                if scales_ptr is not None:
-                    sums += tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
-                else:
-                    sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+            sums = add_product(
+                sums,
+                row_ptr,
+                weight_ptr,
+                scales_ptr,
+                minimums_ptr,
+                scale,  # a tuple takes no local None
+                *(read_output, start, in_size, first_parameter, second_parameter, dtype),
+                *(INPUTS, GROUP, IS_PACKED, TABLE, IS_EVEN, FUNCTION, IS_GATED),
+            )
         total = total + sums if SPLITS > 1 else sums
     if bias_ptr is not None:
         total += tl.load(bias_ptr + read_output).to(tl.float32)[:, None]
     place = sums_ptr + (split.to(tl.int64) * num_rows + row[None, :]) * out_size + output[:, None]
     inside = (row < num_rows)[None, :] & (output < out_size)[:, None]
     tl.store(place, total.to(sums_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_product(
+    sums,
+    row_ptr,
+    weight_ptr,
+    scales_ptr,
+    minimums_ptr,
+    scale,
+    read_output,
+    start,
+    in_size,
+    first_parameter,
+    second_parameter,
+    dtype: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    TABLE: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """Sums [outputs, rows] and the product of the weight's tile that begins at input `start` with those of the rows.
+
+    row_ptr      [rows, 1], where each row begins
+    scale        [outputs, 1], or None if the weight has no scale for each output
+    read_output  [outputs] int64, the rows of the weight
+    """
+    parameters = (first_parameter, second_parameter)
+    # A product that is scaled, or is added to the sums, is waited for. Without that, Triton 3.6 widens the next weights
+    # into registers that a running product still reads (triton-lang/triton#9433).
+    if GROUP != 0 and GROUP < INPUTS:
+        product = tl.zeros_like(sums)
+        for part in tl.static_range(2):
+            inputs = inputs_of_part(start, part, INPUTS, GROUP, IS_PACKED)
+            x = _load_rows(row_ptr, inputs, in_size, *parameters, IS_EVEN, FUNCTION, IS_GATED).to(dtype)
+            weight = widened_part(
+                *(weight_ptr, scales_ptr, minimums_ptr, read_output, start, in_size, part, dtype),
+                *(INPUTS, GROUP, IS_PACKED, TABLE, IS_EVEN),
+            )
+            product = tl.dot(weight, tl.trans(x), product, input_precision="ieee")
+        return sums + product
+    if GROUP != 0:  # the tile lies within a group
+        scale = tl.load(scales_ptr + read_output * (in_size // GROUP) + start // GROUP)[:, None]
+    inputs = start + tl.arange(0, INPUTS)
+    weight_places = weight_ptr + read_output[:, None] * in_size + inputs[None, :]
+    weight = load(weight_places, inputs, in_size, IS_EVEN).to(dtype)
+    x = _load_rows(row_ptr, inputs, in_size, *parameters, IS_EVEN, FUNCTION, IS_GATED).to(dtype)
+    if scale is not None:
+        return sums + tl.dot(weight, tl.trans(x), input_precision="ieee") * scale
+    return tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
 
 
 @triton.jit

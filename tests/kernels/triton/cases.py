@@ -16,7 +16,7 @@ from pagoda_server.kernels.paged import PLAIN_SCORING, Scoring
 from pagoda_server.kernels.rope_and_store_kv import HeadNorms
 from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
 from pagoda_server.kernels.triton.activate import activate_triton
-from pagoda_server.kernels.triton.experts import FEW_ROWS, multiply_rows, weigh
+from pagoda_server.kernels.triton.experts import few_rows, multiply_rows, stack_of, weigh
 from pagoda_server.kernels.triton.inputs import (
     IQ4_NL,
     LLAMA_1B,
@@ -55,6 +55,7 @@ FORMATS = {
     "IQ4_NL": GroupedFormat(table=IQ4_NL),
     "6 bits": GroupedFormat(bits=6, group=16),
     "8 bits": GroupedFormat(bits=8),
+    "float8 blocks": GroupedFormat(bits=8, group=128, is_float=True),
 }
 ROWS = 24  # not a multiple of 16, since compiled code must not depend on the number of rows
 
@@ -164,7 +165,7 @@ def grouped_product_cases(model: ModelShape) -> Iterator[Case]:
     bias = _normal(out_size)
     for kind, form in FORMATS.items():
         weight = random_groups(form, out_size, in_size, META)
-        for rows in (1, ROWS, 50, 100, 1000) if form == INT4 else (ROWS, 1000):
+        for rows in (1, ROWS, 50, 100, 1000) if form == INT4 else (1, ROWS, 1000):
             name = f"{model.name} {kind} weight, {rows} rows"
             x, gate_up = _normal(rows, in_size), _normal(rows, 2 * in_size)
             yield Case(name, partial(_apply, linear_grouped_triton, weight, None, x))
@@ -204,12 +205,17 @@ def expert_cases(num_experts: int, chosen: int, out_size: int, in_size: int) -> 
     starts, sources = (torch.empty(size, dtype=torch.int32, device=META) for size in (num_experts + 1, ROWS * chosen))
     rows, sizes = ExpertRows(starts, sources), (num_experts, out_size, in_size)
     x, bias = _normal(ROWS, in_size), _normal(num_experts, out_size)
-    for kind, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8), ("float8", torch.float8_e4m3fn)):
-        scales = None if dtype is torch.bfloat16 else torch.empty(num_experts, out_size, device=META)
-        weight = Weight(torch.empty(sizes, dtype=dtype, device=META), scales)
-        for config in (FEW_ROWS, fixed_product(in_size, 2)):
+    kinds = {"bfloat16": Weight(torch.empty(sizes, dtype=torch.bfloat16, device=META))}
+    for kind, dtype in (("int8", torch.int8), ("float8", torch.float8_e4m3fn)):
+        scales = torch.empty(num_experts, out_size, device=META)
+        kinds[kind] = Weight(torch.empty(sizes, dtype=dtype, device=META), scales)
+    for kind, form in FORMATS.items():
+        kinds[kind] = stack_of(num_experts, in_groups(random_groups(form, out_size, in_size, META)))
+    for kind, weight in kinds.items():
+        for config in (few_rows(weight), fixed_product(in_size, 2, in_groups=weight.group > 0)):
             name = f"{num_experts} experts, {kind} weights, tiles of {config.rows} rows"
-            yield Case(name, partial(multiply_rows, x, weight, bias, rows, config))
+            narrow = frozenset({"_multiply_rows"}) if weight.table else frozenset()  # 8 bytes of nibbles a thread
+            yield Case(name, partial(multiply_rows, x, weight, bias, rows, config), narrow)
     wide, whole = torch.empty(ROWS, in_size, device=META), Weight(torch.empty(sizes, device=META))
     name = f"{num_experts} experts, float32 weights"
     yield Case(name, partial(multiply_rows, wide, whole, None, rows, fixed_product(in_size, 4)))

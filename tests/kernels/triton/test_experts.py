@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagoda_server.kernels import GATED, UNQUANTIZED, load_backend
+from pagoda_server.kernels import GATED, INT4, UNQUANTIZED, GroupedFormat, load_backend
 from pagoda_server.kernels.experts import ExpertWeights, experts
+from pagoda_server.kernels.linear import linear
 from pagoda_server.kernels.route import Routes
+from pagoda_server.kernels.triton.inputs import MXFP4, random_groups
 from tests.kernels.test_experts import random_routes, random_weights
 from tests.kernels.triton.device import DEVICE
 
@@ -69,6 +71,45 @@ def test_experts_that_no_row_chose_take_no_part() -> None:
         weights[number].gate_up.fill_(torch.nan)
         weights[number].down.fill_(torch.nan)
     assert torch.equal(make(iter(weights), 5, GATED)(x, routes), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (INT4, INT4),
+        (GroupedFormat(table=MXFP4), None),
+        (GroupedFormat(bits=8), GroupedFormat(bits=6, group=16)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("rows", "is_deterministic"), [(5, False), (70, True)])
+def test_weights_of_experts_stay_in_groups(
+    dtype: torch.dtype, first: GroupedFormat, second: GroupedFormat | None, rows: int, is_deterministic: bool
+) -> None:
+    count, hidden, ffn = 3, 160, 96
+    backend = load_backend("triton", "groups", is_deterministic)
+    weights = [
+        replace(
+            each,
+            gate_up=random_groups(first, 2 * ffn, hidden, torch.device(DEVICE)),
+            down=random_groups(second, hidden, ffn, torch.device(DEVICE)) if second else each.down,
+        )
+        for each in on_device(random_weights(count, hidden, ffn, has_bias=True, dtype=dtype))
+    ]
+    x, routes = torch.randn(rows, hidden, device=DEVICE).to(dtype), routes_on_device(random_routes(rows, count, 2))
+    out = backend.experts(iter(weights), count, GATED)(x, routes)
+    wide = [
+        ExpertWeights(
+            *(
+                part if part is None else (part if isinstance(part, torch.Tensor) else part.dequantize()).double()
+                for part in (each.gate_up, each.gate_up_bias, each.down, each.down_bias)
+            )
+        )
+        for each in weights
+    ]
+    expected = experts(linear, iter(wide), count, GATED)(x.double(), routes)
+    assert (out.double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -26,6 +26,7 @@ FORMATS = {
     "5 bits": GroupedFormat(bits=5, has_minimum=True),
     "6 bits": GroupedFormat(bits=6, group=16),
     "8 bits": GroupedFormat(bits=8),
+    "float8": GroupedFormat(bits=8, is_float=True),
 }
 EVERY_FORMAT = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 # The interpreter does not round to bfloat16, but cuts off.
@@ -68,6 +69,34 @@ def test_rows_are_multiplied_by_what_the_codes_stand_for(
     assert found.dtype == dtype
     if rows:
         assert relative_error(found, x.double() @ exact(weight).T + bias.double()) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(("group", "kept"), [(64, 32), (128, 128), (256, 128), (384, 0)])
+@pytest.mark.parametrize("inputs", [64, 128, 256])
+def test_values_in_float8_have_scales_of_any_block(group: int, kept: int, inputs: int) -> None:
+    weight = weight_of(GroupedFormat(bits=8, group=group, is_float=True), 37, 768 if group == 256 else 384)
+    prepared, x = in_groups(weight), rows_of(5, weight.shape[1], torch.float32)
+    assert prepared.group == kept if group < 384 else prepared.scales.ndim == 1
+    expected = x.double() @ exact(weight).T
+    config = Config(rows=16, outputs=32, inputs=inputs, splits=2, num_warps=4, num_stages=2)
+    assert relative_error(multiply(x, prepared, None, config), expected) < 1e-6
+    assert relative_error(multiply_dequantized(x, prepared, None), expected) < 1e-6
+    for name, weights in (("triton", "fp8"), ("triton", "groups"), ("reference", "fp8"), ("reference", "groups")):
+        ops = load_backend(name, weights)
+        assert ops.keeps(weight.format)
+        assert relative_error(ops.linear(weight, None)(x), expected) < 1e-6
+
+
+def test_a_format_that_the_gpu_or_the_precision_does_not_take_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = FORMATS["float8"]
+    assert not load_backend("triton", "fp8").keeps(FORMATS["8 bits"])
+    assert not load_backend("triton", "int8-weight").keeps(form)
+    assert not load_backend("native", "int4").keeps(form)
+    monkeypatch.setattr(linear, "IS_INTERPRETED", False)
+    for capability, kept in ((80, False), (89, True)):
+        monkeypatch.setattr(linear, "capability", lambda found=capability: found)
+        assert load_backend("triton", "groups").keeps(form) == kept
+        assert load_backend("triton", "groups").keeps(FORMATS["4 bits"])
 
 
 @EVERY_FORMAT
