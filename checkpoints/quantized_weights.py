@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
-from .stored import INT4, Grouping, Groups, Rows, StoredTensor, widened
+from .stored import FLOAT8_VALUES, INT4, Grouping, Groups, Rows, StoredTensor, widened
 
 AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
 GGUF = "gguf"  # written by our own import
@@ -248,7 +248,7 @@ def _compressed(source: _Source, module: str) -> StoredQuantized:
     """weight in int8 or float8 [out, in] and weight_scale [out, 1] or [1]."""
     stored, scales = source.stored(f"{module}.weight", "I8", "F8_E4M3"), _scales_of_rows(source, module, "weight_scale")
     if stored.encoding == "F8_E4M3":
-        return _float8(stored, lambda rows: scales[rows])
+        return _float8(stored, stored.shape[1], lambda rows: scales[rows])
     in_size = stored.shape[1]
     if source.has(f"{module}.weight_zero_point") and source.array(f"{module}.weight_zero_point", "I8").any():
         raise CheckpointError(
@@ -270,7 +270,7 @@ def _fp8(source: _Source, module: str) -> StoredQuantized:
     stored = source.stored(f"{module}.weight", "F8_E4M3")
     if "weight_block_size" not in source.config:
         scales = _scales_of_rows(source, module, "weight_scale")
-        return _float8(stored, lambda rows: scales[rows])
+        return _float8(stored, stored.shape[1], lambda rows: scales[rows])
     match source.config["weight_block_size"]:
         case [int(height), int(width)] if height > 0 and width > 0:
             pass
@@ -282,15 +282,26 @@ def _fp8(source: _Source, module: str) -> StoredQuantized:
         raise CheckpointError(
             f"tensor {quoted(module)}.weight_scale_inv has shape {list(blocks.shape)}, not one for each block"
         )
-    return _float8(stored, lambda rows: blocks[np.arange(out_size)[rows] // height].repeat(width, axis=1)[:, :in_size])
+    return _float8(stored, width, lambda rows: blocks[np.arange(out_size)[rows] // height])
 
 
-def _float8(stored: StoredTensor, factors: Callable[[Rows], NDArray[Any]]) -> StoredQuantized:
-    def read(rows: Rows) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = _E4M3[stored.whole(rows)] * factors(rows).astype(np.float32)
+def _float8(stored: StoredTensor, group: int, factors: Callable[[Rows], NDArray[Any]]) -> StoredQuantized:
+    """A matrix whose rows have a factor for each group of inputs, the last of which may have fewer."""
+    in_size = stored.shape[1]
+    if group == in_size or in_size % group == group % INT4.group == 0:
+
+        def read(rows: Rows) -> Groups:
+            values = stored.whole(rows)
+            return Groups(values.reshape(len(values), -1, group), factors(rows).astype(np.float32))
+
+        return StoredQuantized(stored.shape, (stored,), read, Grouping(8, group, is_float=True))
+
+    def read_whole(rows: Rows) -> NDArray[np.float32]:
+        scales = factors(rows).astype(np.float32).repeat(group, axis=1)[:, :in_size]
+        found: NDArray[np.float32] = FLOAT8_VALUES[stored.whole(rows)] * scales
         return found
 
-    return StoredQuantized(stored.shape, (stored,), read)
+    return StoredQuantized(stored.shape, (stored,), read_whole)
 
 
 def _scales_of_rows(source: _Source, module: str, name: str) -> NDArray[Any]:
@@ -344,15 +355,3 @@ def _scales_and_minimums(
         rounded = scales.astype(np.float16)
         minimums = (-zeros.astype(np.float32) * rounded.astype(np.float32)).astype(np.float16)
     return rounded.repeat(repeat, axis=1), minimums.repeat(repeat, axis=1)
-
-
-def _float8_values() -> NDArray[np.float32]:
-    """The value of each code of float8 e4m3fn: 4 bits of exponent, 3 of mantissa; 127 and 255 are NaN."""
-    codes = np.arange(128)
-    exponents, mantissas = codes >> 3, codes & 7
-    values = np.where(exponents, np.ldexp(1 + mantissas / 8, exponents - 7), np.ldexp(mantissas / 8, -6))
-    values[127] = np.nan
-    return np.concatenate([values, -values]).astype(np.float32)
-
-
-_E4M3 = _float8_values()

@@ -21,6 +21,18 @@ FLOAT16_MAX = 65_504
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
+def _float8_values() -> NDArray[np.float32]:
+    """The value of each code of float8 e4m3fn: 4 bits of exponent, 3 of mantissa; 127 and 255 are NaN."""
+    codes = np.arange(128)
+    exponents, mantissas = codes >> 3, codes & 7
+    values = np.where(exponents, np.ldexp(1 + mantissas / 8, exponents - 7), np.ldexp(mantissas / 8, -6))
+    values[127] = np.nan
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+FLOAT8_VALUES = _float8_values()
+
+
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """How weights are grouped. The fields are those of `GroupedFormat` in kernels/grouped_weight.py."""
@@ -29,6 +41,7 @@ class Grouping:
     group: int = 32
     has_minimum: bool = False
     table: tuple[int, ...] | None = None
+    is_float: bool = False
 
 
 INT4 = Grouping(4, has_minimum=True)
@@ -38,13 +51,14 @@ INT4 = Grouping(4, has_minimum=True)
 class Groups:
     """Rows of a matrix [rows, in] whose elements are scale * value + minimum. The fields are those of `GroupedWeight`.
 
-    values    [rows, groups, group] int8; in 4 bits [rows, groups, group / 2] uint8, the first half in low nibbles
-    scales    [rows, groups] float16
+    values    [rows, groups, group] int8, or the bits of float8 e4m3; in 4 bits [rows, groups, group / 2] uint8, the
+              first half in low nibbles
+    scales    [rows, groups] float16, or float32 of values in float8
     minimums  [rows, groups] float16, or None
     """
 
     values: NDArray[Any]
-    scales: NDArray[np.float16]
+    scales: NDArray[Any]
     minimums: NDArray[np.float16] | None = None
 
     def dequantize(self, grouping: Grouping) -> NDArray[np.float32]:
@@ -54,6 +68,8 @@ class Groups:
             codes = np.concatenate([codes & 15, codes >> 4], axis=-1)
             if grouping.table is not None:
                 codes = np.array(grouping.table, np.float32)[codes]
+        elif grouping.is_float:
+            codes = FLOAT8_VALUES[codes]
         whole = codes.astype(np.float32, copy=False)
         whole = whole * self.scales[..., None].astype(np.float32)
         if self.minimums is not None:

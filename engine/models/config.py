@@ -171,10 +171,10 @@ class ConfigFile:
     def has(self, name: str) -> bool:
         return self._get(name) is not None
 
-    def has_int4_weights(self) -> bool:
-        """Whether some weights are in groups. Raises ConfigError if they are quantized in a format that is not read."""
+    def quantization(self) -> str | None:
+        """The format of quantized weights; None if there are none. Raises ConfigError for one that is not read."""
         try:
-            return quantization_method(self._get("quantization_config")) not in (None, FP8)
+            return quantization_method(self._get("quantization_config"))
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
 
@@ -382,7 +382,8 @@ class ModelConfig:
     logit_cap                as `score_cap`, of logits
     has_sinks                each query head has a score that is in the softmax's denominator alone
     experts                  which layers have experts, and what they compute; None: all are dense
-    has_int4_weights         whether the checkpoint holds some weights in 4 bits
+    has_int4_weights         whether the checkpoint holds some weights in groups of 4 to 8 bits
+    has_float8_weights       whether it holds some in float8
     """
 
     family: str
@@ -424,6 +425,7 @@ class ModelConfig:
     has_sinks: bool = False
     experts: ExpertLayers | None = None
     has_int4_weights: bool = False
+    has_float8_weights: bool = False
 
     @property
     def query_size(self) -> int:
@@ -479,6 +481,7 @@ class ModelConfig:
         norm_eps = file.number(eps_field, norm_eps)
         if not 0 <= norm_eps <= 1:
             raise ConfigError(f"config.json: {eps_field} must be from 0 to 1, not {norm_eps}")
+        quantization = file.quantization()
         return ModelConfig(
             family=family,
             num_layers=num_layers,
@@ -494,5 +497,6 @@ class ModelConfig:
             rotations=(rope,) * num_layers,
             tie_word_embeddings=file.flag("tie_word_embeddings", is_tied),
             windows=(None,) * num_layers,
-            has_int4_weights=file.has_int4_weights(),
+            has_int4_weights=quantization not in (None, FP8),
+            has_float8_weights=quantization == FP8,
         )

@@ -164,8 +164,8 @@ class Checkpoint:
             shapes = f"shape {list(stored.shape)} in {self._folder.name}, but config.json makes it {list(place.shape)}"
             raise ConfigError(f"tensor {name} has {shapes}")
         read: Callable[[slice], Weight]
-        if isinstance(place, GroupedWeight) and stored.grouping is not None:
-            form = place.format
+        form = place.format if isinstance(place, GroupedWeight) else None
+        if form is not None and stored.grouping is not None and form == GroupedFormat(*astuple(stored.grouping)):
             read = lambda part: _grouped(stored, rows, part, form)  # noqa: E731
         else:
             dtype = _dtype(name, stored)
@@ -277,11 +277,16 @@ class Weights:
     def experts(self, parts: Sequence[ExpertRows], in_size: int, ffn_size: int, has_bias: bool, use: Use) -> Experts:
         """The products of experts, which are loaded and packed one by one."""
 
-        def weight(rows: Sequence[Rows], in_size: int) -> tuple[Weight, Tensor | None]:
+        def weight(rows: Sequence[Rows], in_size: int, form: GroupedFormat | None) -> tuple[Weight, Tensor | None]:
             bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
-            return self._together(rows, in_size, self._common(rows, in_size)), bias
+            return self._together(rows, in_size, form), bias
 
-        weights = (ExpertWeights(*weight(each.gate_up, in_size), *weight([each.down], ffn_size)) for each in parts)
+        first = self._common([rows for each in parts for rows in each.gate_up], in_size)
+        second = self._common([each.down for each in parts], ffn_size)
+        weights = (
+            ExpertWeights(*weight(each.gate_up, in_size, first), *weight([each.down], ffn_size, second))
+            for each in parts
+        )
         return self.ops.experts(weights, len(parts), use)
 
     def has(self, rows: Rows) -> bool:
@@ -368,5 +373,5 @@ def _grouped(stored: StoredTensor, rows: Rows, part: slice, form: GroupedFormat)
     )
     if factor != 1 if isinstance(factor, float) else True:
         by = factor.view(-1, 1) if isinstance(factor, Tensor) else factor
-        numbers = [(each.float() * by).half() for each in numbers]
-    return GroupedWeight.of_parts(form, values, *numbers)
+        numbers = [(each.float() * by).to(form.scale_dtype) for each in numbers]
+    return GroupedWeight.of_parts(form, values.view(form.values_shape[0]), *numbers)

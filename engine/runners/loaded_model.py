@@ -103,14 +103,14 @@ def load_for_serving(
     with enough_memory("the weights", "--quantization"):  # it maps them
         dtype = choose_dtype(config.dtype, folder, model.names.embedding)
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
-    keeps_groups = model.has_int4_weights
-    if device.type == "cuda" and model.experts is not None:  # one launch for all experts takes no weights in groups
-        if config.quantization == "int4":
-            raise ConfigError("--quantization int4: on a GPU there are no kernels for experts in groups")
-        keeps_groups = False
     if backend is None:
         backend = choose_backend(
-            device, dtype, config.quantization, keeps_groups, is_deterministic=config.deterministic
+            device,
+            dtype,
+            config.quantization,
+            model.has_int4_weights,
+            is_deterministic=config.deterministic,
+            has_float8_weights=model.has_float8_weights,
         )
     ops = load_backend(*backend, config.deterministic)
     with enough_memory("the weights", "--quantization"):
@@ -169,6 +169,7 @@ def choose_backend(
     quantization: Quantization,
     has_int4_weights: bool = False,
     is_deterministic: bool = False,
+    has_float8_weights: bool = False,
 ) -> Kernels:
     """The fastest kernel backend and format of weights. Raises ConfigError if none computes with these settings."""
     if device.type == "cpu":
@@ -177,7 +178,7 @@ def choose_backend(
         check_fp8("--quantization", device)
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
-    if quantization == "int4" or (quantization == "auto" and has_int4_weights):
+    if quantization == "int4" or (quantization == "auto" and (has_int4_weights or has_float8_weights)):
         return "triton", "groups"
     return "triton", {"int8": "int8-weight", "fp8": "fp8"}.get(quantization, UNQUANTIZED)
 

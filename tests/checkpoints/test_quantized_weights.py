@@ -47,7 +47,7 @@ def check(found: Any, expected: Tensor, scales: Tensor, grouping: Grouping | Non
         assert ((whole.double() - expected[index]).abs() <= most).all()
     if grouping is not None:
         groups = found.groups(rows)
-        assert groups.scales.dtype == np.float16
+        assert groups.scales.dtype == (np.float32 if grouping.is_float else np.float16)
         assert np.array_equal(groups.dequantize(grouping), found.whole(rows))
 
 
@@ -118,11 +118,12 @@ def test_compressed_tensors_int8(tmp_path: Path) -> None:
     check(found["a.weight"], values.double() * scales.double(), scales * 0, Grouping(8))
 
 
-@pytest.mark.parametrize("scale", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("scale", ["tensor", "channel", "block", "block that does not fit"])
 def test_float8(scale: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(OUT, IN).to(torch.float8_e4m3fn)
     quantization: dict[str, Any] = {"quant_method": "fp8"}
+    group = IN
     match scale:
         case "tensor":
             name, factors = "weight_scale", torch.tensor(0.03)
@@ -132,13 +133,16 @@ def test_float8(scale: str, tmp_path: Path) -> None:
             whole = factors.double()
             quantization = {"quant_method": "compressed-tensors", "format": "float-quantized"}
         case _:
+            width = 64 if scale == "block" else 96
             name, factors = "weight_scale_inv", torch.rand(2, 2)
-            whole = factors.double().repeat_interleave(16, 0)[:OUT].repeat_interleave(96, 1)[:, :IN]
-            quantization["weight_block_size"] = [16, 96]
+            whole = factors.double().repeat_interleave(16, 0)[:OUT].repeat_interleave(width, 1)[:, :IN]
+            quantization["weight_block_size"] = [16, width]
+            group = width
     tensors = {"a.weight": weight, f"a.{name}": factors, "b.weight": torch.ones(2, 2)}
     found = open_weights(folder(tmp_path, tensors, quantization))
     assert set(found) == {"a.weight", "b.weight"}
-    check(found["a.weight"], weight.double() * whole, torch.full((OUT, 1), 1e-5), None)
+    grouping = None if scale == "block that does not fit" else Grouping(8, group, is_float=True)
+    check(found["a.weight"], weight.double() * whole, torch.full((OUT, 1), 1e-5), grouping)
 
 
 def test_every_code_of_float8_has_its_value(tmp_path: Path) -> None:

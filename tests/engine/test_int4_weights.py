@@ -271,6 +271,7 @@ def test_auto_takes_4_bits_where_there_are_weights_and_kernels(monkeypatch: pyte
     assert choose_backend(cuda, torch.bfloat16, "none", has_int4_weights=True) == ("triton", UNQUANTIZED)
     assert choose_backend(cuda, torch.bfloat16, "auto", has_int4_weights=False) == ("triton", UNQUANTIZED)
     assert choose_backend(cuda, torch.bfloat16, "int4", has_int4_weights=False) == ("triton", "groups")
+    assert choose_backend(cuda, torch.bfloat16, "auto", has_float8_weights=True) == ("triton", "groups")
     monkeypatch.setattr("pagoda_server.engine.runners.loaded_model.has_native", lambda: False)
     with pytest.raises(ConfigError, match="--quantization int4 needs Pagoda installed where there is a C"):
         choose_backend(CPU, torch.bfloat16, "int4", has_int4_weights=True)
