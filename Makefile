@@ -39,7 +39,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
+.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -105,6 +105,10 @@ page-pictures: $(DEV)     ## take README's pictures of the page, in Chromium; in
 
 real-models: $(DEV)       ## fetch a second real model and tokenizers, half a gigabyte: tests that need them skip without
 	@$(BIN)/python -m tests.real_models
+
+test-models: $(DEV)      ## test two real models against transformers; `make real-models` fetches them
+	@$(PYTEST) -m "$(HERE)" tests/end_to_end/test_real_models.py tests/end_to_end/test_guided_real_models.py \
+		tests/checkpoints/test_real_tokenizers.py $(ARGS)
 
 test-wheels: $(DEV)       ## install both wheels beside Hugging Face's `kernels`, and call the installed server
 	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)

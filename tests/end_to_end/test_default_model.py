@@ -52,11 +52,11 @@ def reference(plain_model_folder: Path) -> dict[str, list[int]]:
     return dict(zip(PROMPTS, outputs[:, ids["input_ids"].shape[1] :].tolist(), strict=True))
 
 
-def request_as_reference(prompt: str) -> inference_pb2.GenerateRequest:
+def request_as_reference(prompt: str, count: int = COUNT) -> inference_pb2.GenerateRequest:
     """transformers' min_new_tokens keeps end-of-sequence tokens from being chosen; so does min_tokens."""
-    message = request(prompt, max_tokens=COUNT)
+    message = request(prompt, max_tokens=count)
     message.stopping.ignore_eos = False
-    message.stopping.min_tokens = COUNT
+    message.stopping.min_tokens = count
     return message
 
 

@@ -1,0 +1,151 @@
+"""Real models besides the default one give transformers' tokens in float32, from the same GGUF files."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from pagoda.v1 import inference_pb2_grpc
+from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints.dequantized import write_dequantized
+from pagoda_server.router.text.chat_template import Chat, Message
+from pagoda_server.router.text.tokenizer import Tokenizer
+from tests.end_to_end.asking import ask
+from tests.end_to_end.test_default_model import request_as_reference
+from tests.real_models import gemma_gguf, qwen_gguf
+from tests.servers import running_server
+
+pytestmark = pytest.mark.thorough
+
+COUNT = 16  # tokens of a continuation
+NEAR_TIE = 1e-3  # between the two greatest logits of transformers: the order of sums may decide
+FILES = {"Qwen2.5-Coder": qwen_gguf, "Gemma 3 270M": gemma_gguf}
+PROMPTS = [
+    "The capital of Sweden is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village by the sea,",
+    "1, 1, 2, 3, 5, 8,",
+    "La capitale de la France est",
+    "#include <stdio.h>\n\nint main(void) {\n",
+    "Water boils at",
+    "SELECT name, count(*) FROM",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Die Hauptstadt von Österreich ist",
+    "The three laws of motion are",
+    "class Stack:\n    def __init__(self):\n",
+    "日本の首都は",
+    "Photosynthesis is the process by which",
+    "import numpy as np\n\nx = np.",
+    "She opened the door and saw",
+    "<html>\n  <head>\n    <title>",
+    "Roses are red, violets are",
+    "2 + 2 = 4, 3 + 3 = 6, 4 + 4 =",
+    "En un lugar de la Mancha,",
+    "git commit -m",
+    "The quick brown fox",
+    "| name | age |\n|---|---|\n| Ada |",
+    "To be, or not to be,",
+]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """
+    tokens  what transformers generates greedily
+    gaps    between the greatest two logits before each token
+    """
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+def references(folder: Path) -> list[Continuation]:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    ids = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    with torch.inference_mode():
+        found: Any = model.generate(
+            **ids,
+            max_new_tokens=COUNT,
+            min_new_tokens=COUNT,
+            do_sample=False,
+            repetition_penalty=1.0,
+            pad_token_id=tokenizer.pad_token_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    best = torch.stack([logits.topk(2).values for logits in found.logits], dim=1)
+    gaps = (best[..., 0] - best[..., 1]).tolist()
+    tokens = found.sequences[:, ids["input_ids"].shape[1] :].tolist()
+    return [Continuation(*each) for each in zip(tokens, gaps, strict=True)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_greedy_tokens_are_transformers_alone_and_in_one_batch(name: str, tmp_path: Path) -> None:
+    path = FILES[name]()
+    write_dequantized(resolve(str(path)), tmp_path)
+    expected = references(tmp_path)
+    arguments = ("--model", str(path), "--dtype", "float32", "--quantization", "none", "--kv-cache-gb", "0.3")
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+
+        def tokens(prompt: str) -> list[int]:
+            message = request_as_reference(prompt, COUNT)
+            message.sampling.temperature = 0
+            return ask(inference, message).ids()
+
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            crowd = list(pool.map(tokens, PROMPTS))
+        alone = {at: tokens(PROMPTS[at]) for at in range(0, len(PROMPTS), 6)}
+    ties = 0
+    for at, (prompt, wanted) in enumerate(zip(PROMPTS, expected, strict=True)):
+        sure = next((place for place, gap in enumerate(wanted.gaps) if gap < NEAR_TIE), COUNT)
+        ties += sure < COUNT
+        for found in (crowd[at], alone.get(at, crowd[at])):
+            assert len(found) == COUNT
+            assert found[:sure] == wanted.tokens[:sure], prompt
+    assert ties <= 2, "most prompts are compared to their ends"
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather in a place, for 'now' or <later>",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
+                "required": ["place"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS[:1], TOOLS], ids=["no tools", "one tool", "two tools"])
+@pytest.mark.parametrize("system", [None, "You answer in Swedish."])
+def test_the_template_with_tools_gives_the_ids_of_transformers(system: str | None, tools: list[dict[str, Any]]) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = resolve(str(qwen_gguf()))
+    messages = [] if system is None else [Message("system", system)]
+    messages += [Message("user", "Hello"), Message("assistant", "Hej!"), Message("user", "Is it raining in Göteborg?")]
+    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": message.role, "content": message.content} for message in messages],
+        tools=tools or None,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert Tokenizer(folder).encode_chat(Chat(tuple(messages), tools=tuple(tools))) == expected
