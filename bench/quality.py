@@ -30,6 +30,7 @@ from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.kernels import keep_freed_memory
 from pagoda_server.settings.engine import DType, EngineConfig, Quantization
 
 NAME = "quality"
@@ -213,6 +214,8 @@ def read(
             base, *others = (each.float().log_softmax(dim=-1) for each in logits)
             for parts, other in zip(found, [base, *others], strict=True):
                 parts.append(differences(base, other, targets))
+            del logits, base, others, other
+            keep_freed_memory()  # gives back what is free: tensors of logits would leave ever more holes in the heap
             on_tokens(len(targets))
     return found
 
