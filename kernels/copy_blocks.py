@@ -13,7 +13,7 @@ _AT_ONCE = 16  # blocks gathered before they are moved, which takes that much me
 
 
 def copy_blocks(layers: Iterable[PagedKV], sources: Tensor, targets: Tensor) -> None:
-    """Copy block sources[i] to block targets[i] in every layer: keys, values and the scales of float8.
+    """Copy block sources[i] to block targets[i] in every layer: keys, values and the scales of pages in 8 bits.
 
     sources, targets  [num_copies] int64, on the device of the pages; targets are distinct, and none is a source
 
@@ -32,7 +32,7 @@ def bytes_of_block(layers: Sequence[PagedKV]) -> int:
 
 
 def save_blocks(layers: Sequence[PagedKV], sources: Tensor, host: Tensor, targets: Sequence[int]) -> None:
-    """Copy block sources[i] of the cache to row targets[i] of `host`: keys, values and float8's scales of every layer.
+    """Copy block sources[i] of the cache to row targets[i] of `host`: keys, values and scales of every layer.
 
     sources  [num_copies] int64, on the device of the pages
     host     [num_host_blocks, bytes_of_block] uint8 on the host; pinned if the pages are on a GPU

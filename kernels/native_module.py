@@ -91,6 +91,11 @@ def keep_freed_memory() -> None:
         native.keep_freed_memory()
 
 
+def address(x: Tensor | None) -> int:
+    """The address of a tensor's elements; 0 if there is no tensor."""
+    return 0 if x is None else x.data_ptr()
+
+
 def takes(x: Tensor) -> bool:
     """Whether the module supports the tensor's dtype and layout."""
     return x.dtype in DTYPES and x.is_contiguous()

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The dtypes whose pages have scales, with the number that the greatest value of a head becomes.
+GREATEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """One layer's keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
 
-    Token t of a sequence is in slot `block_table[t // block_size] * block_size + t % block_size`. Float8 pages hold
-    values divided by `key_scales` and `value_scales`, each [num_blocks, block_size, num_kv_heads] float32.
+    Token t of a sequence is in slot `block_table[t // block_size] * block_size + t % block_size`. Pages of a dtype in
+    GREATEST hold values divided by `key_scales` and `value_scales`, which are [num_blocks, block_size, num_kv_heads]
+    float32.
     """
 
     keys: Tensor
@@ -42,6 +46,12 @@ class PagedKV:
         return self.keys.device
 
 
+def is_int8(kv: PagedKV) -> bool:
+    """Whether compiled code supports these pages with their scales."""
+    parts = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
+    return kv.dtype == torch.int8 and all(part is not None and part.is_contiguous() for part in parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """How a layer's scores, scaled by 1 / sqrt(head_dim), become weights, beside the softmax over them.
@@ -68,8 +78,9 @@ class DecodeGroup:
 
     rows          [group] int64, their rows among the packed queries
     slots         [group * padded_len] int64; padding repeats a context's first slot
-    mask          [group, 1, 1, padded_len], 0 or -inf, in the dtype of the cache; None if no context is padded
-    keys, values  [group, padded_len, num_kv_heads, head_dim], buffers to gather pages into
+    mask          [group, 1, 1, padded_len], 0 or -inf, in the dtype of keys and values; None if no context is padded
+    keys, values  [group, padded_len, num_kv_heads, head_dim], buffers to gather pages into: in the dtype of the cache,
+                  or in float32 if it has scales
     """
 
     rows: Tensor
@@ -85,8 +96,8 @@ class PrefillChunk:
 
     rows          their rows among the packed queries
     slots         [padded_len] int64 of the context; padding repeats its first slot
-    mask          [queries, padded_len], 0 or -inf, in the dtype of the cache
-    keys, values  [padded_len, num_kv_heads, head_dim], buffers to gather pages into
+    mask          [queries, padded_len], 0 or -inf, in the dtype of keys and values
+    keys, values  [padded_len, num_kv_heads, head_dim], buffers likewise
     """
 
     rows: slice

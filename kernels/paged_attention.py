@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .native_module import DTYPES, native, takes
-from .paged import PLAIN_SCORING, AttentionPlan, DecodeGroup, PagedKV, PrefillChunk, Scoring
+from .native_module import DTYPES, address, native, takes
+from .paged import PLAIN_SCORING, AttentionPlan, DecodeGroup, PagedKV, PrefillChunk, Scoring, is_int8
 from .recording import empty
 
 # A softmax sums its terms in vectors. With lengths that are multiples of a vector, a row's result is the same to the
@@ -130,7 +130,8 @@ def plan_attention_cpu(
     groups = list(_similar_lengths(np.flatnonzero(query_len == 1), padded_len))
     chunks = np.flatnonzero(query_len > 1)[:, None]
     most_slots = max(len(group) * int(padded_len[group].max()) for group in (*groups, *chunks))
-    room = torch.empty(2, most_slots, kv.num_kv_heads, kv.head_dim, dtype=kv.dtype)
+    dtype = torch.float32 if kv.key_scales is not None else kv.dtype
+    room = torch.empty(2, most_slots, kv.num_kv_heads, kv.head_dim, dtype=dtype)
 
     def gathered(group: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """The slots of a group's contexts [group, padded_len], and buffers for their keys and values."""
@@ -144,7 +145,7 @@ def plan_attention_cpu(
     def decode(group: np.ndarray) -> DecodeGroup:
         slots, keys, values = gathered(group)
         is_key = torch.arange(slots.shape[1]) < torch.from_numpy(num_keys[group])[:, None]
-        mask = None if is_key.all() else _additive(is_key, kv.dtype)[:, None, None]
+        mask = None if is_key.all() else _additive(is_key, dtype)[:, None, None]
         return DecodeGroup(torch.from_numpy(query_start[group]).long(), slots.view(-1), mask, keys, values)
 
     def prefill(group: np.ndarray) -> PrefillChunk:
@@ -153,7 +154,7 @@ def plan_attention_cpu(
         seen = visible(int(query_len[seq]), int(context_len[seq]), sliding_window, int(first_key[seq]))
         seen = functional.pad(seen, (0, slots.shape[1] - seen.shape[1]), value=False)
         rows = slice(int(query_start[seq]), int(query_start[seq + 1]))
-        return PrefillChunk(rows, slots[0], _additive(seen, kv.dtype), keys[0], values[0])
+        return PrefillChunk(rows, slots[0], _additive(seen, dtype), keys[0], values[0])
 
     return AttentionPlan(
         query_start=torch.tensor(query_start),
@@ -180,15 +181,19 @@ def paged_attention_cpu(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Sc
 def _attend_decodes(q: Tensor, kv: PagedKV, group: DecodeGroup) -> Tensor:
     """Heads that share a KV head take the place of a sequence's queries, so that a key is read once for all of them."""
     _gather(kv, group.slots, group.keys, group.values)
-    grouped = q.view(len(q), kv.num_kv_heads, -1, kv.head_dim)
+    grouped = q.to(group.keys.dtype).view(len(q), kv.num_kv_heads, -1, kv.head_dim)
     keys, values = group.keys.transpose(1, 2), group.values.transpose(1, 2)
-    return functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask).reshape(q.shape)
+    return (
+        functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+        .reshape(q.shape)
+        .to(q.dtype)
+    )
 
 
 def _attend_prefill(q: Tensor, kv: PagedKV, chunk: PrefillChunk) -> Tensor:
     """KV heads take the place of a batch's sequences, so that their keys need not be repeated."""
     _gather(kv, chunk.slots, chunk.keys, chunk.values)
-    grouped = q.reshape(len(q), kv.num_kv_heads, -1, kv.head_dim).permute(1, 2, 0, 3)
+    grouped = q.to(chunk.keys.dtype).reshape(len(q), kv.num_kv_heads, -1, kv.head_dim).permute(1, 2, 0, 3)
     keys = chunk.keys.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
     values = chunk.values.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1)
     attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=chunk.mask)
@@ -197,8 +202,12 @@ def _attend_prefill(q: Tensor, kv: PagedKV, chunk: PrefillChunk) -> Tensor:
 
 def _gather(kv: PagedKV, slots: Tensor, keys: Tensor, values: Tensor) -> None:
     shape = (len(slots), kv.num_kv_heads, kv.head_dim)
-    torch.index_select(kv.keys.flatten(0, 1), 0, slots, out=keys.view(shape))
-    torch.index_select(kv.values.flatten(0, 1), 0, slots, out=values.view(shape))
+    for pages, scales, out in ((kv.keys, kv.key_scales, keys), (kv.values, kv.value_scales, values)):
+        if scales is None:
+            torch.index_select(pages.flatten(0, 1), 0, slots, out=out.view(shape))
+        else:
+            read, scale = pages.flatten(0, 1)[slots].float(), scales.flatten(0, 1)[slots]
+            torch.mul(read, scale[..., None], out=out.view(shape))
 
 
 def _similar_lengths(seqs: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
@@ -221,7 +230,7 @@ def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 def is_read_in_place(kv: PagedKV) -> bool:
     """Whether compiled code supports pages of this dtype and head size, and so need not gather them."""
-    return native is not None and kv.head_dim in HEAD_DIMS and takes(kv.keys)
+    return native is not None and kv.head_dim in HEAD_DIMS and (takes(kv.keys) or is_int8(kv))
 
 
 def plan_attention_native(
@@ -267,7 +276,10 @@ def _cut_chunks(
 
 
 def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING) -> Tensor:
-    """`paged_attention` that reads pages in place. A decode's result is the same to the last bit in any batch."""
+    """`paged_attention` that reads pages in place. A decode's result is the same to the last bit in any batch.
+
+    Queries are in float32 or bfloat16.
+    """
     if native is None or plan.decodes or plan.prefills:  # made by plan_attention_cpu
         return paged_attention_cpu(q, kv, plan, scoring)
     q = q.contiguous()
@@ -277,6 +289,8 @@ def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring:
         q.data_ptr(),
         kv.keys.data_ptr(),
         kv.values.data_ptr(),
+        address(kv.key_scales),
+        address(kv.value_scales),
         plan.query_start.data_ptr(),
         plan.context_len.data_ptr(),
         plan.block_table.data_ptr(),
@@ -288,7 +302,7 @@ def paged_attention_native(q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring:
         kv.num_kv_heads,
         kv.head_dim,
         plan.sliding_window or 0,
-        0 if scoring.sinks is None else scoring.sinks.data_ptr(),
+        address(scoring.sinks),
         scoring.softcap,
     )
     return out

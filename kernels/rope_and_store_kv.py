@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .native_module import DTYPES, native, takes
-from .paged import PagedKV
+from .native_module import DTYPES, address, native, takes
+from .paged import GREATEST, PagedKV, is_int8
 from .recording import empty
 from .rms_norm import rms_norm, rms_norm_cpu
-
-FP8_MAX = 448.0  # of float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def rope_and_store_kv(
     qkv        [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, then keys, then values; not changed
     cos, sin   [num_tokens, head_dim / 2] float32, of the tokens' positions; or tables of all positions
     slots      [num_tokens] int64, where each token's key and value go; -1: nowhere (a row that pads the batch)
-    kv         written in place; float8 pages with the scales of `quantize_heads`
+    kv         written in place; pages in 8 bits with the scales of `quantize_heads`
     norms      None: heads are not normalized
     positions  [num_tokens] int64, the tokens' rows of the tables; None: row i is of token i
     return     [num_tokens, num_heads, head_dim], qkv's dtype
@@ -105,7 +103,7 @@ def rope_and_store_kv_native(
     positions: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in one pass, after one for norms; keys and values go directly to their slots."""
-    if native is None or not takes(qkv) or kv.key_scales is not None:
+    if native is None or not takes(qkv) or (kv.key_scales is not None and not is_int8(kv)):
         return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms, positions)
     if norms is not None:
         qkv = _normalise_native(qkv, kv, norms)
@@ -121,6 +119,8 @@ def rope_and_store_kv_native(
         slots.data_ptr(),
         kv.keys.data_ptr(),
         kv.values.data_ptr(),
+        address(kv.key_scales),
+        address(kv.value_scales),
         queries.data_ptr(),
         num_tokens,
         num_heads,
@@ -130,16 +130,22 @@ def rope_and_store_kv_native(
     return queries
 
 
-def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to float8, with a scale for each head: x = scale * value.
+def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round to a dtype of GREATEST, with a scale for each head: x = scale * value.
 
     x       [..., head_dim] floating point
-    return  [..., head_dim] float8_e4m3fn; [...] float32 scales, 1 for a head of zeros
+    return  [..., head_dim] of the dtype; [...] float32 scales, 1 for a head of zeros
+
+    A head that holds NaN or infinity has NaN in what its scale multiplies: in int8 its scale is not finite.
     """
     wide = x.float()
-    scales = wide.abs().amax(dim=-1) / FP8_MAX
+    scales = wide.abs().amax(dim=-1) / GREATEST[dtype]
     scales = torch.where(scales == 0, 1.0, scales)
-    return (wide / scales[..., None]).to(torch.float8_e4m3fn), scales
+    values = wide / scales[..., None]
+    if dtype == torch.int8:  # the scale of a head near the least float may be so inexact that a value exceeds 127
+        values = values.round().clamp(-GREATEST[dtype], GREATEST[dtype])
+        values = torch.where(scales[..., None].isfinite(), values, 0.0)
+    return values.to(dtype), scales
 
 
 def _normalise_native(qkv: Tensor, kv: PagedKV, norms: HeadNorms) -> Tensor:
@@ -162,7 +168,7 @@ def _store(keys: Tensor, values: Tensor, slots: Tensor, kv: PagedKV) -> None:
 
 def _store_heads(heads: Tensor, slots: Tensor, pages: Tensor, scales: Tensor | None) -> None:
     if scales is not None:
-        heads, head_scales = quantize_heads(heads)
+        heads, head_scales = quantize_heads(heads, pages.dtype)
         scales.flatten(0, 1).index_copy_(0, slots, head_scales)
         heads, pages = heads.view(torch.uint8), pages.view(torch.uint8)  # float8 cannot be indexed
     pages.flatten(0, 1).index_copy_(0, slots, heads)

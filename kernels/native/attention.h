@@ -23,6 +23,65 @@ struct TokenOffsets {
     }
 };
 
+// The scales of a run of tokens for one KV head, gathered for the keys and values of all its queries. Pages of floats have none.
+template <typename P>
+struct TokenScales {
+    TokenScales(const AttentionArgs&, const TokenOffsets&, int64_t) {}
+
+    void scale_scores(float*) const {}
+    void scale_weights(float*) const {}
+    Floats key(Floats read, int64_t) const { return read; }
+    Floats value(Floats read, int64_t) const { return read; }
+};
+
+template <>
+struct TokenScales<int8_t> {
+    static constexpr int64_t STEP = 32;  // tokens that every loop over scores ends within
+    int64_t count;
+    alignas(64) float keys[SPLIT], values[SPLIT];  // zeros for unseen tokens and up to the next multiple of STEP
+
+    TokenScales(const AttentionArgs& args, const TokenOffsets& tokens, int64_t kv_head)
+        : count(ceil_div(tokens.count, STEP) * STEP) {
+        for (int64_t i = 0; i < count; i++) {
+            bool is_key = i >= tokens.unseen && i < tokens.count;
+            int64_t at = is_key ? tokens.at[i] / args.head_dim + kv_head : 0;
+            keys[i] = is_key ? args.key_scales[at] : 0;
+            values[i] = is_key ? args.value_scales[at] : 0;
+        }
+    }
+
+    void scale_scores(float* scores) const { multiply(scores, keys); }
+    void scale_weights(float* weights) const { multiply(weights, values); }
+    Floats key(Floats read, int64_t token) const { return read * keys[token]; }
+    Floats value(Floats read, int64_t token) const { return read * values[token]; }
+
+private:
+    void multiply(float* row, const float* scales) const {
+        for (int64_t i = 0; i < count; i += LANES) store(row + i, load(row + i) * load(scales + i));
+    }
+};
+
+// Elements of the queries and of the result, which have the dtype of pages of floats.
+template <typename P>
+Floats load_query(const AttentionArgs& args, int64_t at) {
+    if constexpr (!std::is_same_v<P, int8_t>)
+        return load(static_cast<const P*>(args.queries) + at);
+    else if (args.dtype == Dtype::float32)
+        return load(static_cast<const float*>(args.queries) + at);
+    else
+        return load(static_cast<const bf16*>(args.queries) + at);
+}
+
+template <typename P>
+void store_result(const AttentionArgs& args, int64_t at, Floats value) {
+    if constexpr (!std::is_same_v<P, int8_t>)
+        store(static_cast<P*>(args.out) + at, value);
+    else if (args.dtype == Dtype::float32)
+        store(static_cast<float*>(args.out) + at, value);
+    else
+        store(static_cast<bf16*>(args.out) + at, value);
+}
+
 // What a query's sum of weighted values is divided by: the sum of its weights, and its head's sink if heads have one.
 // A sink far above the greatest score makes it infinite, and the result 0.
 inline float divisor(const AttentionArgs& args, int64_t head, float top, float total) {
@@ -39,7 +98,7 @@ struct AttentionPart {
     int64_t split;             // where its partial results start; -1: the part is the whole context
 };
 
-template <int V, typename T>
+template <int V, typename P>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     constexpr int64_t HEAD_DIM = V * LANES;
     int64_t group = args.num_heads / args.num_kv_heads;
@@ -86,23 +145,23 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
 
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
     int64_t stride = args.num_kv_heads * HEAD_DIM;
-    const T *all_keys = static_cast<const T*>(args.keys), *all_values = static_cast<const T*>(args.values);
+    const P *all_keys = static_cast<const P*>(args.keys), *all_values = static_cast<const P*>(args.values);
     auto locate = [&](const AttentionPart& part) {
         return TokenOffsets(args.block_table + part.seq * args.max_blocks, args.block_size, stride, part.first, part.last);
     };
-    auto decode = [&](const AttentionPart& part, const TokenOffsets& split, int64_t kv_head, Prefetch<T>& prefetch) {
+    auto decode = [&](const AttentionPart& part, const TokenOffsets& split, int64_t kv_head, Prefetch<P>& prefetch) {
         static thread_local std::vector<float> room;
         int64_t num_queries = queries_of(part.seq), rows = num_queries * group;
         room.resize(std::max<size_t>(room.size(), rows * (2 * HEAD_DIM + 2)));
-        const T *keys = all_keys + kv_head * HEAD_DIM, *values = all_values + kv_head * HEAD_DIM;
+        const P *keys = all_keys + kv_head * HEAD_DIM, *values = all_values + kv_head * HEAD_DIM;
+        const TokenScales<P> scales(args, split, kv_head);
         float* queries = room.data();
         auto element = [&](int64_t query) {  // of a query's heads, which lie together
             return ((args.query_start[part.seq] + query) * args.num_heads + kv_head * group) * HEAD_DIM;
         };
         for (int64_t query = 0; query < num_queries; query++)
             for (int64_t i = 0; i < group * HEAD_DIM; i += LANES)
-                store(queries + query * group * HEAD_DIM + i,
-                      load(static_cast<const T*>(args.queries) + element(query) + i) * scale);
+                store(queries + query * group * HEAD_DIM + i, load_query<P>(args, element(query) + i) * scale);
         auto seen = [&](int64_t row) {
             int64_t last = args.context_len[part.seq] - num_queries + row / group + 1;
             int64_t first = args.sliding_window ? last - args.sliding_window : 0;
@@ -110,17 +169,16 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         };
         if (part.split < 0) {
             float *out = queries + rows * HEAD_DIM, *tops = out + rows * HEAD_DIM, *totals = tops + rows;
-            attend_split<V>(queries, rows, keys, values, split, args.softcap, seen, prefetch, tops, totals, out);
+            attend_split<V>(queries, rows, keys, values, split, scales, args.softcap, seen, prefetch, tops, totals, out);
             for (int64_t row = 0; row < rows; row++) {
                 float total = divisor(args, kv_head * group + row % group, tops[row], totals[row]);
                 for (int64_t d = 0; d < HEAD_DIM; d += LANES)
-                    store(static_cast<T*>(args.out) + element(row / group) + row % group * HEAD_DIM + d,
-                          load(out + row * HEAD_DIM + d) / total);
+                    store_result<P>(args, element(row / group) + row % group * HEAD_DIM + d, load(out + row * HEAD_DIM + d) / total);
             }
         } else {
             int64_t all_rows = rows * args.num_kv_heads, first_row = rows * kv_head;
             float *out = partial.data() + part.split, *tops = out + all_rows * HEAD_DIM + first_row;
-            attend_split<V>(queries, rows, keys, values, split, args.softcap, seen, prefetch, tops, tops + all_rows,
+            attend_split<V>(queries, rows, keys, values, split, scales, args.softcap, seen, prefetch, tops, tops + all_rows,
                             out + first_row * HEAD_DIM);
         }
     };
@@ -143,12 +201,12 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         for (; at < end; at++) {
             const TokenOffsets& split = splits[at % 2];
             int64_t steps = heads_a_part * ceil_div(queries_of(decodes[at].seq) * group, 4) * split.count;
-            Prefetch<T> prefetch;
+            Prefetch<P> prefetch;
             if (at + 1 < end) {
                 splits[(at + 1) % 2] = locate(decodes[at + 1]);
                 prefetch = {splits[(at + 1) % 2], all_keys, all_values, stride, steps};
             } else {  // the last of a run: prefetch its own values, which are needed after its scores
-                const T* values = all_values + first_head * HEAD_DIM;
+                const P* values = all_values + first_head * HEAD_DIM;
                 prefetch = {split, values, values, heads_a_part * HEAD_DIM, ceil_div(steps, heads_a_part)};
             }
             for (int64_t kv_head = first_head; kv_head < first_head + heads_a_part; kv_head++)
@@ -179,9 +237,9 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
                 for (int j = 0; j < V; j++) sums[j] += load(split(i) + row * HEAD_DIM + j * LANES) * shrink;
             }
             int64_t kv_head = row / rows, query = row % rows / group, head = kv_head * group + row % group;
-            T* out = static_cast<T*>(args.out) + ((args.query_start[seq] + query) * args.num_heads + head) * HEAD_DIM;
+            int64_t at = ((args.query_start[seq] + query) * args.num_heads + head) * HEAD_DIM;
             total = divisor(args, head, top, total);
-            for (int j = 0; j < V; j++) store(out + j * LANES, sums[j] / total);
+            for (int j = 0; j < V; j++) store_result<P>(args, at + j * LANES, sums[j] / total);
         }
     };
     int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads * head_tiles;
@@ -204,15 +262,16 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     }
 }
 
-template <typename T>
+// P: the type of the pages' elements
+template <typename P>
 void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
     switch (args.head_dim) {
-        case 16: return paged_attention_of<16 / LANES, T>(pool, args);
-        case 32: return paged_attention_of<32 / LANES, T>(pool, args);
-        case 64: return paged_attention_of<64 / LANES, T>(pool, args);
-        case 80: return paged_attention_of<80 / LANES, T>(pool, args);
-        case 96: return paged_attention_of<96 / LANES, T>(pool, args);
-        case 128: return paged_attention_of<128 / LANES, T>(pool, args);
-        case 256: return paged_attention_of<256 / LANES, T>(pool, args);
+        case 16: return paged_attention_of<16 / LANES, P>(pool, args);
+        case 32: return paged_attention_of<32 / LANES, P>(pool, args);
+        case 64: return paged_attention_of<64 / LANES, P>(pool, args);
+        case 80: return paged_attention_of<80 / LANES, P>(pool, args);
+        case 96: return paged_attention_of<96 / LANES, P>(pool, args);
+        case 128: return paged_attention_of<128 / LANES, P>(pool, args);
+        case 256: return paged_attention_of<256 / LANES, P>(pool, args);
     }
 }

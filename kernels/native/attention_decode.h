@@ -135,7 +135,7 @@ inline void soften(float* scores, int64_t count, Sight seen, float* greatest_sco
 // `seen` returns a row's Sight.
 template <int V, typename T, typename Seen>
 void attend_split(const float* queries, int64_t rows, const T* keys, const T* values, const TokenOffsets& split,
-                  float softcap, const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
+                  const TokenScales<T>& scales, float softcap, const Seen& seen, Prefetch<T>& prefetch, float* tops, float* totals, float* out) {
     constexpr int64_t HEAD_DIM = V * LANES;
     // As many rows as have their queries in registers together; with 16 registers, as have their sums there.
     constexpr int MOST = REGISTERS == 16 ? 4 : V <= 4 ? 4 : V <= 5 ? 3 : V <= 8 ? 2 : 1;
@@ -143,11 +143,13 @@ void attend_split(const float* queries, int64_t rows, const T* keys, const T* va
     for (int64_t row = 0; row < rows;) {
         auto attend = [&](auto count) {
             score<count.value, V>(queries + row * HEAD_DIM, keys, split, prefetch, scores);
+            for (int i = 0; i < count.value; i++) scales.scale_scores(scores + i * SPLIT);
             if (softcap != 0)
                 for (int i = 0; i < count.value; i++)
                     cap_scores(scores + i * SPLIT, ceil_div(split.count, LANES) * LANES, softcap);
             for (int i = 0; i < count.value; i++)
                 soften(scores + i * SPLIT, split.count, seen(row + i), &tops[row + i], &totals[row + i]);
+            for (int i = 0; i < count.value; i++) scales.scale_weights(scores + i * SPLIT);
             weigh<count.value, V>(scores, values, split, out + row * HEAD_DIM);
             row += count.value;
         };

@@ -63,7 +63,7 @@ struct Tile {
 
 // Loads the keys and values of these tokens, and zeros for unseen ones and up to the next multiple of LANES.
 template <int V, typename T>
-void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets& tokens) {
+void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets& tokens, const TokenScales<T>& scales) {
     constexpr int64_t HEAD_DIM = V * LANES;
     for (int64_t first = 0; first < tokens.count; first += LANES) {
         int64_t count = std::min<int64_t>(LANES, tokens.count - first);
@@ -71,8 +71,8 @@ void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets
             Floats rows[LANES];
             for (int64_t i = 0; i < LANES; i++) {  // the content of other slots must not reach a product
                 bool is_key = i < count && first + i >= tokens.unseen;
-                rows[i] = is_key ? load(keys + tokens.at[first + i] + d) : Floats{};
-                Floats value = is_key ? load(values + tokens.at[first + i] + d) : Floats{};
+                rows[i] = is_key ? scales.key(load(keys + tokens.at[first + i] + d), first + i) : Floats{};
+                Floats value = is_key ? scales.value(load(values + tokens.at[first + i] + d), first + i) : Floats{};
                 store(tile.values + (first + i) * HEAD_DIM + d, value);
             }
             transpose(rows);
@@ -127,6 +127,8 @@ struct TileRows {
         return ((args.query_start[seq] + first + row / heads) * args.num_heads + first_head + row % heads) * args.head_dim;
     }
 
+    int64_t kv_head() const { return first_head * args.num_kv_heads / args.num_heads; }
+
     int64_t first_key() const { return std::max<int64_t>(0, first_position - window + 1); }
 
     // The first token of the first tile of keys that some row sees.
@@ -140,6 +142,7 @@ struct TileRows {
     }
 };
 
+#if !defined(PAGODA_AMX)  // its attend_tile is in attention_prefill_amx.h
 // Attends at most ROW_TILE rows.
 template <int V, typename T>
 void attend_tile(const TileRows& rows, const T* keys, const T* values) {
@@ -148,10 +151,9 @@ void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     Tile<V>& tile = room[0];
     int64_t padded_rows = ceil_div(rows.count, ROW_STEP) * ROW_STEP;
     float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM)), softcap = rows.args.softcap;
-    auto* queries = static_cast<const T*>(rows.args.queries);
     for (int64_t row = 0; row < padded_rows; row++) {
         for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
-            Floats query = row < rows.count ? load(queries + rows.element(row) + d) * scale : Floats{};
+            Floats query = row < rows.count ? load_query<T>(rows.args, rows.element(row) + d) * scale : Floats{};
             store(tile.queries + row * HEAD_DIM + d, query);
             store(tile.out + row * HEAD_DIM + d, Floats{});
         }
@@ -161,7 +163,7 @@ void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     for (int64_t begin = rows.begin(); begin < rows.end; begin += KEY_TILE) {
         TokenOffsets tokens = rows.tokens(begin);
         int columns = static_cast<int>(ceil_div(tokens.count, LANES));
-        load_keys(tile, keys, values, tokens);
+        load_keys(tile, keys, values, tokens, TokenScales<T>(rows.args, tokens, rows.kv_head()));
         std::memset(tile.weights, 0, padded_rows * KEY_TILE * sizeof(float));
         multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM, columns);
         for (int64_t row = 0; row < rows.count; row++) {
@@ -175,6 +177,7 @@ void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     for (int64_t row = 0; row < rows.count; row++) {
         float total = rows.total(row, tile.tops[row], tile.totals[row]);
         for (int64_t d = 0; d < HEAD_DIM; d += LANES)
-            store(static_cast<T*>(rows.args.out) + rows.element(row) + d, load(tile.out + row * HEAD_DIM + d) / total);
+            store_result<T>(rows.args, rows.element(row) + d, load(tile.out + row * HEAD_DIM + d) / total);
     }
 }
+#endif

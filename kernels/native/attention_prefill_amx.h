@@ -1,7 +1,7 @@
 // Attention of a chunk of queries in bfloat16 by the matrix unit of AMX, for attention.h. The unit computes scores and
 // weighted sums of values; the softmax between them is in float32. A weight is split in two bfloat16: the rounded weight and
 // the rounding error. So an output is as exact as a decode's, and a sequence that continues from cached tokens gets the same
-// result as if it had computed them.
+// result as if it had computed them. Numbers of int8 are exact in bfloat16; their scales multiply scores and weights.
 
 // The buffers for one tile of queries; rows are (query, head) pairs. The unit's right operands have two inputs side by side:
 // two dimensions of a key, or one dimension of two values.
@@ -19,13 +19,20 @@ struct MatrixTile {
 
 // Loads the keys and values of these tokens, and zeros for unseen ones and up to the next multiple of DEPTH: the content of
 // other slots must not reach a product.
-template <int V>
-void load_keys(MatrixTile<V>& tile, const bf16* keys, const bf16* values, const TokenOffsets& tokens) {
+template <int V, typename P>
+void load_keys(MatrixTile<V>& tile, const P* keys, const P* values, const TokenOffsets& tokens) {
     constexpr int64_t HEAD_DIM = V * LANES;
-    auto load_dims = [&](const bf16* from, int64_t token, int64_t d) {
+    auto load_dims = [&](const P* from, int64_t token, int64_t d) {
         if (token < tokens.unseen || token >= tokens.count) return _mm512_setzero_si512();
         __mmask32 inside = HEAD_DIM - d >= DEPTH ? 0xffffffff : 0xffff;
-        return _mm512_maskz_loadu_epi16(inside, from + tokens.at[token] + d);
+        from += tokens.at[token] + d;
+        if constexpr (std::is_same_v<P, bf16>) {
+            return _mm512_maskz_loadu_epi16(inside, from);
+        } else {
+            __m256i bytes = _mm256_maskz_loadu_epi8(inside, from);
+            auto widen = [](__m128i half) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(half)); };
+            return (__m512i)_mm512_cvtne2ps_pbh(widen(_mm256_extracti128_si256(bytes, 1)), widen(_mm256_castsi256_si128(bytes)));
+        }
     };
     // The elements of two vectors in turn, from their lower halves and from their upper halves.
     alignas(64) static constexpr uint16_t LOWER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -89,8 +96,8 @@ void add_values(MatrixTile<V>& tile, int64_t row, int64_t width) {
 }
 
 // Attends at most ROW_TILE rows.
-template <int V>
-void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
+template <int V, typename P>
+void attend_tile(const TileRows& rows, const P* keys, const P* values) {
     constexpr int64_t HEAD_DIM = V * LANES;
     static thread_local std::vector<MatrixTile<V>> room(1);
     MatrixTile<V>& tile = room[0];
@@ -110,6 +117,7 @@ void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
         TokenOffsets tokens = rows.tokens(begin);
         int64_t width = ceil_div(tokens.count, DEPTH) * DEPTH;
         load_keys(tile, keys, values, tokens);
+        const TokenScales<P> scales(rows.args, tokens, rows.kv_head());
         for (int64_t batch = 0; batch < padded_rows; batch += BATCH) {
             int64_t batch_end = std::min(batch + BATCH, rows.count);
             if (rows.position(batch_end - 1) < begin) continue;  // these queries come before the keys
@@ -118,8 +126,10 @@ void attend_tile(const TileRows& rows, const bf16* keys, const bf16* values) {
                 float* scores = tile.scores[row - batch];
                 int64_t seen = rows.position(row) + 1 - begin;
                 for (int64_t i = 0; i < width; i += LANES) store(scores + i, load(scores + i) * scale);
+                scales.scale_scores(scores);
                 if (softcap != 0) cap_scores(scores, width, softcap);
                 soften_row<V>(scores, width, seen - rows.window, seen, tile.tops[row], tile.totals[row], tile.out[row]);
+                scales.scale_weights(scores);
                 for (int64_t i = 0; i < width; i += LANES) {
                     Floats weight = load(scores + i), near = rounded(weight);
                     store(tile.weights[0][row - batch] + i, near);

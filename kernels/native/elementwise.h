@@ -80,6 +80,43 @@ void rotate(const T* from, const float* cosines, const float* sines, T* to, int6
     }
 }
 
+// `quantize_heads` of one head. NaN or infinity makes its scale NaN.
+template <typename T>
+void quantize_head(const T* head, int8_t* to, float* scale, int64_t size) {
+    constexpr float GREATEST = 127;
+    int64_t whole = size / LANES * LANES;
+    Floats most{}, spoiled{};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        Floats value = load(head + i);
+        most = max(max(value, -value), most);
+        spoiled += value * 0.0f;
+    }
+    float top = greatest(most), broken = sum(spoiled);
+    for (int64_t i = whole; i < size; i++) {
+        float value = to_float(head[i]);
+        top = std::max(top, std::fabs(value));
+        broken += value * 0.0f;
+    }
+    float step = top / GREATEST + broken;
+    if (step == 0) step = 1;
+    *scale = step;
+    if (step != step) {
+        std::memset(to, 0, size);
+        return;
+    }
+    // The scale of a head near the least float may be so inexact that a quotient exceeds the greatest.
+    auto quotient = [&](Floats value) {
+        value = max(value / step, broadcast(-GREATEST));
+        return value < GREATEST ? value : broadcast(GREATEST);
+    };
+    for (int64_t i = 0; i < whole; i += LANES) store(to + i, quotient(load(head + i)));
+    int8_t last[LANES];
+    for (int64_t i = whole; i < size; i++) {
+        store(last, quotient(broadcast(to_float(head[i]))));
+        to[i] = last[0];
+    }
+}
+
 template <typename T>
 void rope_and_store_kv(ThreadPool& pool, const RopeArgs& args) {
     int64_t head_dim = args.head_dim, half = head_dim / 2;
@@ -96,11 +133,21 @@ void rope_and_store_kv(ThreadPool& pool, const RopeArgs& args) {
             int64_t slot = args.slots[token];
             if (slot < 0) continue;
             from += args.num_heads * head_dim;
-            T* keys = static_cast<T*>(args.keys) + slot * args.num_kv_heads * head_dim;
-            T* values = static_cast<T*>(args.values) + slot * args.num_kv_heads * head_dim;
-            for (int64_t head = 0; head < args.num_kv_heads; head++)
-                rotate(from + head * head_dim, cosines, sines, keys + head * head_dim, half);
-            std::memcpy(values, from + args.num_kv_heads * head_dim, args.num_kv_heads * head_dim * sizeof(T));
+            const T* from_values = from + args.num_kv_heads * head_dim;
+            int64_t place = slot * args.num_kv_heads, at = place * head_dim;
+            if (!args.key_scales) {
+                for (int64_t head = 0; head < args.num_kv_heads; head++)
+                    rotate(from + head * head_dim, cosines, sines, static_cast<T*>(args.keys) + at + head * head_dim, half);
+                std::memcpy(static_cast<T*>(args.values) + at, from_values, args.num_kv_heads * head_dim * sizeof(T));
+                continue;
+            }
+            static thread_local std::vector<T> rotated;
+            rotated.resize(std::max<size_t>(rotated.size(), head_dim));
+            for (int64_t head = 0; head < args.num_kv_heads; head++, place++, at += head_dim) {
+                rotate(from + head * head_dim, cosines, sines, rotated.data(), half);
+                quantize_head(rotated.data(), static_cast<int8_t*>(args.keys) + at, args.key_scales + place, head_dim);
+                quantize_head(from_values + head * head_dim, static_cast<int8_t*>(args.values) + at, args.value_scales + place, head_dim);
+            }
         }
     });
 }

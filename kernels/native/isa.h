@@ -36,8 +36,11 @@ constexpr Ops make_ops(const char* name) {
     ops.rope_and_store_kv = [](ThreadPool& pool, Dtype dtype, const RopeArgs& args) {
         with_type(dtype, [&](auto type) { rope_and_store_kv<decltype(type)>(pool, args); });
     };
-    ops.paged_attention = [](ThreadPool& pool, Dtype dtype, const AttentionArgs& args) {
-        with_type(dtype, [&](auto type) { paged_attention<decltype(type)>(pool, args); });
+    ops.paged_attention = [](ThreadPool& pool, const AttentionArgs& args) {
+        if (args.key_scales)
+            paged_attention<int8_t>(pool, args);
+        else
+            with_type(args.dtype, [&](auto type) { paged_attention<decltype(type)>(pool, args); });
     };
     ops.argmax = [](ThreadPool& pool, Dtype dtype, const void* x, const int64_t* rows, const uint32_t* masks, int64_t* out,
                     int64_t count, int64_t size) {

@@ -52,11 +52,13 @@ void linear_int8_weight_amx(ThreadPool& pool, Dtype dtype, const LinearArgs& arg
     with_type(dtype, [&](auto type) { linear_int8_weight<decltype(type)>(pool, args); });
 }
 
-void paged_attention_amx(ThreadPool& pool, Dtype dtype, const AttentionArgs& args) {
-    if (dtype == Dtype::bfloat16)
-        paged_attention<bf16>(pool, args);
+void paged_attention_amx(ThreadPool& pool, const AttentionArgs& args) {
+    if (args.dtype == Dtype::float32)
+        avx512_ops.paged_attention(pool, args);
+    else if (args.key_scales)
+        paged_attention<int8_t>(pool, args);
     else
-        avx512_ops.paged_attention(pool, dtype, args);
+        paged_attention<bf16>(pool, args);
 }
 
 }  // namespace pagoda

@@ -104,7 +104,7 @@ PyObject* cap(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 12);
+    Arguments next(values, count, 14);
     Dtype dtype = next.dtype();
     RopeArgs args{};
     args.qkv = next.address();
@@ -113,6 +113,8 @@ PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count
     args.slots = next.address<int64_t>();
     args.keys = next.address();
     args.values = next.address();
+    args.key_scales = next.address<float>();
+    args.value_scales = next.address<float>();
     args.queries = next.address();
     args.num_tokens = next.integer();
     args.num_heads = next.integer();
@@ -140,12 +142,14 @@ PyObject* head_norms(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 17);
-    Dtype dtype = next.dtype();
+    Arguments next(values, count, 19);
     AttentionArgs args{};
+    args.dtype = next.dtype();
     args.queries = next.address();
     args.keys = next.address();
     args.values = next.address();
+    args.key_scales = next.address<float>();
+    args.value_scales = next.address<float>();
     args.query_start = next.address<int32_t>();
     args.context_len = next.address<int32_t>();
     args.block_table = next.address<int32_t>();
@@ -159,7 +163,7 @@ PyObject* paged_attention(PyObject*, PyObject* const* values, Py_ssize_t count) 
     args.sliding_window = next.integer();
     args.sinks = next.address<float>();
     args.softcap = next.real();
-    return run(next, [=] { ops->paged_attention(pool, dtype, args); });
+    return run(next, [=] { ops->paged_attention(pool, args); });
 }
 
 PyObject* argmax(PyObject*, PyObject* const* values, Py_ssize_t count) {

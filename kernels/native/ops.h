@@ -31,14 +31,17 @@ struct RopeArgs {
     const void* qkv;                // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     const float *cosines, *sines;   // [num_tokens, head_dim / 2]
     const int64_t* slots;           // [num_tokens]
-    void *keys, *values;            // the pages of one layer
+    void *keys, *values;            // the pages of one layer: of int8 if they have scales, else of the dtype of qkv
+    float *key_scales, *value_scales;  // [num_blocks, block_size, num_kv_heads], or null
     void* queries;                  // [num_tokens, num_heads, head_dim], written
     int64_t num_tokens, num_heads, num_kv_heads, head_dim;
 };
 
 struct AttentionArgs {
+    Dtype dtype;                    // of the queries, the result, and pages without scales
     const void* queries;            // [num_tokens, num_heads, head_dim]
-    const void *keys, *values;      // [num_blocks, block_size, num_kv_heads, head_dim]
+    const void *keys, *values;      // [num_blocks, block_size, num_kv_heads, head_dim], of int8 if they have scales
+    const float *key_scales, *value_scales;  // [num_blocks, block_size, num_kv_heads], or null
     const int32_t* query_start;     // [num_seqs + 1]
     const int32_t* context_len;     // [num_seqs]
     const int32_t* block_table;     // [num_seqs, max_blocks]
@@ -126,7 +129,7 @@ struct Ops {
     void (*activate)(ThreadPool&, Dtype, const void* x, void* out, int64_t rows, int64_t size, const Activation&);
     void (*cap)(ThreadPool&, Dtype, void* x, int64_t count, float softcap);
     void (*rope_and_store_kv)(ThreadPool&, Dtype, const RopeArgs&);
-    void (*paged_attention)(ThreadPool&, Dtype, const AttentionArgs&);
+    void (*paged_attention)(ThreadPool&, const AttentionArgs&);
     // A mask has ceil(size / 32) words; bit i of word w allows element 32 * w + i. `rows` names the row of each mask. Without
     // rows and masks argmax takes the first `count` rows whole.
     void (*argmax)(ThreadPool&, Dtype, const void* x, const int64_t* rows, const uint32_t* masks, int64_t* out, int64_t count, int64_t size);
@@ -159,7 +162,7 @@ std::vector<const Ops*> usable_ops();
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define PAGODA_HAS_AMX 1
 bool may_use_amx();
-void paged_attention_amx(ThreadPool&, Dtype, const AttentionArgs&);
+void paged_attention_amx(ThreadPool&, const AttentionArgs&);
 void pack_int8_weight_amx(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
 void linear_int8_weight_amx(ThreadPool&, Dtype, const LinearArgs&);
 #endif

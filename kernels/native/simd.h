@@ -20,6 +20,7 @@ typedef float Floats __attribute__((vector_size(4 * PAGODA_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * PAGODA_LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * PAGODA_LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * PAGODA_LANES)));
+typedef int8_t SmallInts __attribute__((vector_size(PAGODA_LANES)));
 
 }  // namespace pagoda
 

@@ -21,6 +21,24 @@ PAGODA_INLINE Floats load(const bf16* from) {
 #endif
 }
 
+PAGODA_INLINE Floats load(const int8_t* from) {
+#if PAGODA_LANES == 16
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(PAGODA_AVX2)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    SmallInts bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
+// Rounds numbers from -127 to 127, ties to even.
+PAGODA_INLINE void store(int8_t* to, Floats value) {
+    SmallInts bytes = __builtin_convertvector((Ints)(value + 12582912.0f) - 0x4b400000, SmallInts);
+    std::memcpy(to, &bytes, sizeof bytes);
+}
+
 // Rounds to the nearest, ties to even.
 PAGODA_INLINE void store(bf16* to, Floats value) {
 #if defined(PAGODA_BF16)

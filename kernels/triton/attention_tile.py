@@ -1,8 +1,8 @@
 """Attention to one tile of keys with a running softmax (FlashAttention; Dao et al., 2022), for decodes and chunks.
 
 Exponents have base 2, for which the hardware has an instruction: scores are multiplied by log2(e) / sqrt(head_dim).
-With float8 pages, a key's scale multiplies its column of scores and a value's scale its column of weights, so that no
-dequantized copy is made. All arithmetic is in float32, except the operands of matrix products.
+With pages in 8 bits, a key's scale multiplies its column of scores and a value's scale its column of weights, so that
+no dequantized copy is made. All arithmetic is in float32, except the operands of matrix products.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..grouped_weight import GroupedFormat, GroupedWeight
-from ..paged import AttentionPlan, PagedKV
+from ..paged import GREATEST, AttentionPlan, PagedKV
+from ..rope_and_store_kv import quantize_heads
 from ..row_sampling import MAX_BIASES, MAX_STOPS, SamplingRows, allocate_rows
 
 BLOCK_SIZE = 16
@@ -80,12 +81,14 @@ def random_groups(form: GroupedFormat, out_size: int, in_size: int, device: torc
 
 
 def random_pages(model: ModelShape, batch: int, context: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
-    """The pages of `batch` sequences of length `context`, filled to the last slot; float8 pages have scales."""
+    """The pages of `batch` sequences of length `context`, filled to the last slot; in 8 bits they have scales."""
     shape = (batch * -(-context // BLOCK_SIZE), BLOCK_SIZE, model.num_kv_heads, model.head_dim)
-    if dtype.itemsize > 1:
+    if dtype not in GREATEST:
         return PagedKV(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
-    keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype) for _ in range(2))
-    return PagedKV(keys, values, *(torch.rand(shape[:-1], device=device) + 0.5 for _ in range(2)))
+    (keys, key_scales), (values, value_scales) = (
+        quantize_heads(torch.randn(shape, dtype=torch.bfloat16, device=device), dtype) for _ in range(2)
+    )
+    return PagedKV(keys, values, key_scales, value_scales)
 
 
 def attention_plan(batch: int, context: int, query_len: int, device: torch.device) -> AttentionPlan:

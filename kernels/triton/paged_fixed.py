@@ -33,7 +33,7 @@ from .paged_prefill import Config
 PART_TILES = 8
 
 
-def fixed_config(dim: int, itemsize: int, capability: int) -> Config:
+def fixed_config(dim: int, itemsize: int, page_itemsize: int, capability: int) -> Config:
     """The configuration for products in a type of `itemsize` bytes, whatever a step contains.
 
     In 16 bits, tiles have the 64 rows of one matrix instruction of a Hopper's warp group; a decode fills few of them.
@@ -41,9 +41,10 @@ def fixed_config(dim: int, itemsize: int, capability: int) -> Config:
     """
     if itemsize == 4:
         return Config(tile_rows=16, tile_keys=16, num_warps=8, num_stages=3)
-    return Config(
-        tile_rows=64, tile_keys=min((8192 if capability >= 90 else 4096) // dim, 64), num_warps=8, num_stages=4
-    )
+    if capability >= 90:
+        return Config(tile_rows=64, tile_keys=min(8192 // dim, 64), num_warps=8, num_stages=4)
+    rows = 32 if page_itemsize == 1 else 64  # with 64 rows, widened values would spill
+    return Config(tile_rows=rows, tile_keys=min(4096 // dim, 64), num_warps=8, num_stages=4)
 
 
 def paged_attention_fixed_triton(
@@ -77,7 +78,7 @@ def attend_parts(
     """
     num_seqs, (_, num_heads, head_dim) = seqs.stop - seqs.start, q.shape
     group, dim, window = num_heads // kv.num_kv_heads, tile_dim(head_dim), plan.sliding_window or 0
-    config = fixed_config(dim, q.dtype.itemsize, capability())
+    config = fixed_config(dim, q.dtype.itemsize, kv.dtype.itemsize, capability())
     part = PART_TILES * config.tile_keys
     most_parts = triton.cdiv(plan.block_table.shape[1] * kv.block_size, part)
     num_shares = min(num_shares, most_parts)

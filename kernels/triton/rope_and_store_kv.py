@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..paged import PagedKV
-from ..rope_and_store_kv import FP8_MAX, HeadNorms
+from ..paged import GREATEST, PagedKV
+from ..rope_and_store_kv import HeadNorms
 from .configs import IS_INTERPRETED, tuned
 from .dependent_launch import await_previous, dependent_launch
 from .rms_norm import rms_norm_triton
@@ -65,7 +65,7 @@ def rope_and_store_kv_triton(
             HEAD_DIM=kv.head_dim,
             BLOCK=triton.next_power_of_2(kv.head_dim // 2),
             HEADS=config.heads,
-            FP8_MAX=FP8_MAX,
+            GREATEST=GREATEST.get(kv.dtype, 0.0),
             IS_INTERPRETED=IS_INTERPRETED,
             num_warps=config.num_warps,
             **dependent_launch(),
@@ -93,7 +93,7 @@ def _rope_and_store_kv(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
-    FP8_MAX: tl.constexpr,
+    GREATEST: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -101,6 +101,7 @@ def _rope_and_store_kv(
     QUERY_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    IS_INT8: tl.constexpr = keys_ptr.dtype.element_ty == tl.int8
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = token * (NUM_HEADS + 2 * NUM_KV_HEADS)
@@ -123,12 +124,16 @@ def _rope_and_store_kv(
             first, second = _normalise(first, second, key_norm_ptr, dim, eps, dtype, HEAD_DIM)
             first, second = _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype, HEAD_DIM)
             if key_scales_ptr is not None:
-                first, second = _quantize(first, second, key_scales_ptr + place, is_stored, FP8_MAX, IS_INTERPRETED)
+                first, second = _quantize(
+                    first, second, key_scales_ptr + place, is_stored, GREATEST, IS_INT8, IS_INTERPRETED
+                )
             _store(keys_ptr, place, is_stored, dim, first, second, HEAD_DIM)
         else:
             first, second = _load(qkv_ptr, row + NUM_HEADS + NUM_KV_HEADS + head, inside, dim, HEAD_DIM)
             if value_scales_ptr is not None:
-                first, second = _quantize(first, second, value_scales_ptr + place, is_stored, FP8_MAX, IS_INTERPRETED)
+                first, second = _quantize(
+                    first, second, value_scales_ptr + place, is_stored, GREATEST, IS_INT8, IS_INTERPRETED
+                )
             _store(values_ptr, place, is_stored, dim, first, second, HEAD_DIM)
 
 
@@ -169,16 +174,29 @@ def _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype: t
 
 
 @triton.jit
-def _quantize(first, second, scale_ptr, is_stored, FP8_MAX: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+def _quantize(
+    first, second, scale_ptr, is_stored, GREATEST: tl.constexpr, IS_INT8: tl.constexpr, IS_INTERPRETED: tl.constexpr
+):
     """`quantize_heads`: store the scales and return the values in float32."""
     greatest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
-    scale = greatest / FP8_MAX
+    if IS_INT8:  # a maximum may leave NaN out, and int8 cannot hold it
+        greatest += tl.sum((first + second) * 0.0, axis=1, keep_dims=True)
+    scale = greatest / GREATEST
     scale = tl.where(scale == 0, 1.0, scale)
     tl.store(scale_ptr, scale, mask=is_stored)
     first, second = first / scale, second / scale
-    if IS_INTERPRETED:
+    if IS_INT8:
+        first, second = _round_to_int8(first), _round_to_int8(second)
+    elif IS_INTERPRETED:
         first, second = _round_to_float8(first), _round_to_float8(second)
     return first, second
+
+
+@triton.jit
+def _round_to_int8(x):
+    """Round to whole numbers of int8's range, ties to even; NaN becomes 0."""
+    whole = (x + 1.5 * 2**23) - 1.5 * 2**23
+    return tl.where(x == x, tl.minimum(tl.maximum(whole, -127.0), 127.0), 0.0)
 
 
 @triton.jit

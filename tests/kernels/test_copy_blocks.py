@@ -7,7 +7,7 @@ from pagoda_server.kernels import PagedKV, bytes_of_block, copy_blocks, load_blo
 from tests.kernels.triton.device import DEVICE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_whole_blocks_are_copied_in_every_layer_and_nothing_else_changes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layers = []
@@ -22,7 +22,7 @@ def test_whole_blocks_are_copied_in_every_layer_and_nothing_else_changes(dtype: 
         assert all(torch.equal(new.float(), page[source_of]) for new, page in zip(pages_of(kv), old, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("count", [1, 3, 16, 37])
 def test_what_was_saved_is_loaded_into_every_layer_and_nothing_else_changes(dtype: torch.dtype, count: int) -> None:
     torch.manual_seed(0)

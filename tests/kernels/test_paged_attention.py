@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pagoda_server.kernels import AttentionPlan, PagedKV, Scoring
@@ -20,6 +22,7 @@ from pagoda_server.kernels.paged_attention import (
     paged_attention_native,
     plan_attention_native,
 )
+from pagoda_server.kernels.rope_and_store_kv import quantize_heads
 from tests.kernels.backends import BACKENDS
 
 needs_native = pytest.mark.skipif(native is None, reason="needs compiled code")
@@ -75,19 +78,24 @@ class Batch:
             blocks = [free.pop() for _ in range(tables[seq])]
             block_table[seq, : len(blocks)] = blocks
             q = torch.randn(num_queries, self.heads, self.head_dim).to(self.dtype)
-            kv = torch.randn(2, context, self.kv_heads, self.head_dim).to(self.page_dtype)
-            scale = torch.rand(2, context, self.kv_heads) + 0.5
+            kv = torch.randn(2, context, self.kv_heads, self.head_dim) * (
+                torch.rand(2, context, self.kv_heads, 1) + 0.5
+            )
+            if self.pages is None:
+                kv, scale = kv.to(self.dtype), torch.ones(kv.shape[:-1])
+            else:
+                kv, scale = quantize_heads(kv, self.pages)
             first = 0 if self.window is None else max(0, context - num_queries - self.window + 1)
             block_table[seq, : first // self.block_size] = free[0]  # given back: no query sees what is before
             for position in range(first, context):
                 block, offset = blocks[position // self.block_size], position % self.block_size
                 pages[:, block, offset] = kv[:, position]
                 scales[:, block, offset] = scale[:, position]
-            kv = kv.double() if self.page_dtype == self.dtype else kv.double() * scale[..., None]
+            kv = kv.double() * scale[..., None]
             queries.append(q)
             expected.append(self.attend(q.double(), kv[0], kv[1]))
         pages, scales = pages.to(device), scales.to(device)
-        scaled = () if self.page_dtype == self.dtype else (scales[0], scales[1])
+        scaled = () if self.pages is None else (scales[0], scales[1])
         return torch.cat(queries).to(device), PagedKV(pages[0], pages[1], *scaled), block_table, torch.cat(expected)
 
     def plan(self, backend: Backend, block_table: np.ndarray, kv: PagedKV) -> AttentionPlan:
@@ -221,6 +229,42 @@ def test_pages_of_float8_are_multiplied_by_their_scales() -> None:
     batch = Batch([(9, 1), (13, 5)], head_dim=32, pages=torch.float8_e4m3fn)
     out, expected = batch.run(REFERENCE)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("batch", (BATCHES | SCORED).values(), ids=BATCHES | SCORED)
+def test_pages_of_int8_are_multiplied_by_their_scales(backend: Backend, batch: Batch) -> None:
+    out, expected = replace(batch, pages=torch.int8).run(backend)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_drawn_batches_over_pages_of_int8_are_attended_as_their_values_are(
+    backend: Backend, data: st.DataObject
+) -> None:
+    group, kv_heads = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    context = st.integers(1, SPLIT + 40)
+    lengths = [
+        (most, data.draw(st.integers(1, min(most, 20))))
+        for most in data.draw(st.lists(context, min_size=1, max_size=4))
+    ]
+    batch = Batch(
+        lengths,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from((16, 48, 64, 80))),
+        block_size=data.draw(st.sampled_from((1, 4, 16))),
+        dtype=data.draw(st.sampled_from((torch.float32, torch.bfloat16))),
+        window=data.draw(st.none() | st.integers(1, SPLIT)),
+        pages=torch.int8,
+        softcap=data.draw(st.sampled_from((0.0, 2.0))),
+        sinks=data.draw(st.sampled_from(((), SINKS))),
+    )
+    out, expected = batch.run(backend)
+    tolerance = 1e-5 if batch.dtype == torch.float32 else 0.02
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_sequences_have_the_rows_of_the_block_table_that_the_plan_says_and_padding_has_none() -> None:

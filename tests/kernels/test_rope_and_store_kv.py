@@ -5,6 +5,7 @@ import torch
 
 from pagoda_server.kernels import HeadNorms, PagedKV
 from pagoda_server.kernels.backend import REFERENCE, Backend
+from pagoda_server.kernels.paged import GREATEST
 from pagoda_server.kernels.rope_and_store_kv import quantize_heads
 from tests.kernels.backends import BACKENDS
 
@@ -103,14 +104,18 @@ def test_queries_and_keys_but_not_values_are_normalised_first_by_head_or_at_once
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_pages_of_float8_hold_heads_divided_by_their_scales(backend: Backend) -> None:
-    qkv, angle, slots = torch.randn(4, 7, 8).bfloat16(), angles(4, 8), torch.tensor([17, -1, 2, 5])
+@pytest.mark.parametrize("head_dim", [8, 10, 64])
+@pytest.mark.parametrize("dtype", GREATEST, ids=str)
+def test_pages_in_8_bits_hold_heads_divided_by_their_scales(
+    backend: Backend, dtype: torch.dtype, head_dim: int
+) -> None:
+    qkv, angle, slots = torch.randn(4, 7, head_dim).bfloat16(), angles(4, head_dim), torch.tensor([17, -1, 2, 5])
     qkv[:, -2:] *= torch.tensor([1e-3, 1e3])[None, :, None]
     qkv[3, -1] = 0
     shape = (NUM_BLOCKS, BLOCK_SIZE, 2)
-    pages = torch.full((2, *shape, 8), torch.nan).to(torch.float8_e4m3fn)
+    pages = torch.full((2, *shape, head_dim), torch.nan).to(dtype)
     scales = torch.full((2, *shape), torch.nan)
-    whole, kv = empty_pages(2, 8, torch.bfloat16), PagedKV(*pages, *scales)
+    whole, kv = empty_pages(2, head_dim, torch.bfloat16), PagedKV(*pages, *scales)
     expected = backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, whole)
     assert torch.equal(backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv), expected)
     assert (~scales[0].flatten(0, 1).isnan().any(dim=-1)).nonzero()[:, 0].tolist() == [2, 5, 17]
@@ -120,15 +125,38 @@ def test_pages_of_float8_hold_heads_divided_by_their_scales(backend: Backend) ->
         restored = (stored.float() * scale[..., None]).flatten(0, 1)[at]
         exact = exact.flatten(0, 1)[at].float()
         greatest = exact.abs().amax(dim=-1, keepdim=True)
-        # Three bits of mantissa; below 2^-6 of the scale, steps of 2^-9.
-        assert ((restored - exact).abs() <= (exact.abs() / 16).maximum(greatest / 448 * 2**-10) * 1.001).all()
+        if dtype == torch.int8:
+            expected_values, expected_scale = quantize_heads(exact, dtype)
+            assert torch.equal(scale.flatten(0, 1)[at], expected_scale)
+            assert torch.equal(stored.flatten(0, 1)[at], expected_values)
+            limit = (greatest / 254).expand(exact.shape)
+        else:  # three bits of mantissa; below 2^-6 of the scale, steps of 2^-9
+            limit = (exact.abs() / 16).maximum(greatest / 448 * 2**-10)
+        assert ((restored - exact).abs() <= limit * 1.001).all()
 
 
-def test_a_head_of_zeros_has_scale_1_and_a_broken_one_stays_broken() -> None:
+@pytest.mark.parametrize("dtype", GREATEST, ids=str)
+def test_a_head_of_zeros_has_scale_1_and_a_broken_one_stays_broken(dtype: torch.dtype) -> None:
     heads = torch.zeros(3, 8)
     heads[1, 2], heads[2, 3] = torch.nan, torch.inf
-    values, scales = quantize_heads(heads)
+    values, scales = quantize_heads(heads, dtype)
     assert scales[0] == 1
     restored = values.float() * scales[:, None]
     assert (restored[0] == 0).all()
     assert restored.isnan().any(dim=1).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_broken_head_stays_broken_in_int8_and_spoils_no_other(backend: Backend) -> None:
+    qkv, angle, slots = torch.randn(2, 4 + 2 * 2, 20), angles(2, 20), torch.tensor([1, 2])
+    qkv[0, 5, 3], qkv[0, 7, 19], qkv[1, 6, 0], qkv[1, 4] = torch.nan, torch.nan, torch.inf, 1e-45
+    shape = (2, NUM_BLOCKS, BLOCK_SIZE, 2)
+    kv = PagedKV(*torch.zeros(*shape, 20, dtype=torch.int8), *torch.zeros(shape))
+    backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv)
+    for pages, scales, expected in (
+        (kv.keys, kv.key_scales, [[False, True], [False, False]]),
+        (kv.values, kv.value_scales, [[False, True], [True, False]]),
+    ):
+        assert scales is not None
+        restored = pages.float() * scales[..., None]
+        assert restored.flatten(0, 1)[1:3].isnan().any(dim=-1).tolist() == expected

@@ -14,6 +14,7 @@ struct AttentionCase {
     std::vector<Sequence> sequences;
     float softcap = 0;
     std::vector<float> sinks = {};  // of the heads; empty: they have none
+    bool has_scales = false;        // pages are of int8
 };
 
 // Keys and values of each sequence, in shuffled blocks. Slots without a token hold poison.
@@ -21,8 +22,9 @@ class AttentionInput {
 public:
     AttentionInput(const AttentionCase& shape, Dtype dtype, Random& random)
         : shape_(shape), queries_(dtype, tokens() * query_size(), random, 2.0), keys_(dtype, num_blocks() * block_elements()),
-          values_(dtype, num_blocks() * block_elements()), out_(dtype, tokens() * query_size()),
-          block_table_(shape.sequences.size() * max_blocks(), -1) {
+          values_(dtype, num_blocks() * block_elements()), small_keys_(keys_.size(), 1), small_values_(keys_.size(), 1),
+          key_scales_(keys_.size() / shape.head_dim, 1), value_scales_(keys_.size() / shape.head_dim, 1),
+          out_(dtype, tokens() * query_size()), block_table_(shape.sequences.size() * max_blocks(), -1) {
         std::vector<int32_t> order(num_blocks());
         std::iota(order.begin(), order.end(), 0);
         for (size_t i = order.size() - 1; i > 0; i--) std::swap(order[i], order[random.below(static_cast<int64_t>(i) + 1)]);
@@ -34,9 +36,14 @@ public:
             context_len_.push_back(static_cast<int32_t>(sequence.context));
             for (int64_t token = 0; token < sequence.context; token++) {
                 if (token % shape.block_size == 0) block_table_[seq * max_blocks() + token / shape.block_size] = order[taken++];
-                for (int64_t i = 0; i < shape.kv_heads * shape.head_dim; i++) {
-                    keys_.set(element(seq, token, 0) + i, random.normal());
-                    values_.set(element(seq, token, 0) + i, random.normal());
+                int64_t first = element(seq, token, 0);
+                for (int64_t i = first; i < first + shape.kv_heads * shape.head_dim; i++) {
+                    keys_.set(i, random.normal());
+                    values_.set(i, random.normal());
+                    small_keys_.data()[i] = static_cast<int8_t>(random.below(255) - 127);
+                    small_values_.data()[i] = static_cast<int8_t>(random.below(255) - 127);
+                    key_scales_.data()[i / shape.head_dim] = static_cast<float>(0.005 + std::fabs(random.normal()) / 100);
+                    value_scales_.data()[i / shape.head_dim] = static_cast<float>(0.005 + std::fabs(random.normal()) / 100);
                 }
             }
         }
@@ -68,7 +75,7 @@ public:
                     for (int64_t token = begin; token < end; token++) {
                         double score = 0;
                         for (int64_t i = 0; i < head_dim; i++)
-                            score += queries_.at(at + i) * keys_.at(element(seq, token, head / group) + i);
+                            score += queries_.at(at + i) * key(element(seq, token, head / group) + i);
                         score /= std::sqrt(static_cast<double>(head_dim));
                         weights.push_back(shape_.softcap != 0 ? shape_.softcap * std::tanh(score / shape_.softcap) : score);
                         top = std::max(top, weights.back());
@@ -77,7 +84,7 @@ public:
                     if (!shape_.sinks.empty()) total += std::exp(shape_.sinks[head] - top);
                     for (int64_t token = begin; token < end; token++)
                         for (int64_t i = 0; i < head_dim; i++) {
-                            double part = weights[token - begin] / total * values_.at(element(seq, token, head / group) + i);
+                            double part = weights[token - begin] / total * value(element(seq, token, head / group) + i);
                             sums[i] += part;
                             magnitudes[i] += std::fabs(part);
                         }
@@ -110,6 +117,13 @@ private:
         return most + 1;
     }
 
+    double key(int64_t i) const {
+        return shape_.has_scales ? double{key_scales_.data()[i / shape_.head_dim]} * small_keys_.data()[i] : keys_.at(i);
+    }
+    double value(int64_t i) const {
+        return shape_.has_scales ? double{value_scales_.data()[i / shape_.head_dim]} * small_values_.data()[i] : values_.at(i);
+    }
+
     int64_t element(size_t seq, int64_t token, int64_t kv_head) const {
         int64_t block = block_table_[seq * max_blocks() + token / shape_.block_size];
         return ((block * shape_.block_size + token % shape_.block_size) * shape_.kv_heads + kv_head) * shape_.head_dim;
@@ -119,9 +133,16 @@ private:
         std::vector<int32_t> query_start;
         for (int64_t i = seq; i <= seq + num_seqs; i++) query_start.push_back(query_start_[i] - query_start_[seq]);
         AttentionArgs args{};
+        args.dtype = dtype;
         args.queries = queries_.data(query_start_[seq] * query_size());
         args.keys = keys_.data();
         args.values = values_.data();
+        if (shape_.has_scales) {
+            args.keys = small_keys_.data();
+            args.values = small_values_.data();
+            args.key_scales = key_scales_.data();
+            args.value_scales = value_scales_.data();
+        }
         args.query_start = query_start.data();
         args.context_len = context_len_.data() + seq;
         args.block_table = block_table_.data() + seq * max_blocks();
@@ -135,18 +156,25 @@ private:
         args.sliding_window = shape_.window;
         args.softcap = shape_.softcap;
         args.sinks = shape_.sinks.empty() ? nullptr : shape_.sinks.data();
-        ops.paged_attention(pool, dtype, args);
+        ops.paged_attention(pool, args);
     }
 
     const AttentionCase& shape_;
-    Tensor queries_, keys_, values_, out_;
+    Tensor queries_, keys_, values_;
+    Room<int8_t> small_keys_, small_values_;
+    Room<float> key_scales_, value_scales_;
+    Tensor out_;
     std::vector<int32_t> query_start_, context_len_, block_table_;
 };
 
-Findings test_attention(const Subject& on, const std::vector<AttentionCase>& cases) {
+Findings test_attention(const Subject& on, std::vector<AttentionCase> cases) {
     // The matrix unit multiplies queries and weights that are rounded to bfloat16.
     Findings found(on.has_matrix_unit() && on.dtype == Dtype::bfloat16 ? 0.03 : 5e-6 + on.rounding());
     Random random(4);
+    for (size_t i = 0, count = cases.size(); i < count; i++) {
+        cases.push_back(cases[i]);
+        cases.back().has_scales = true;
+    }
     for (const AttentionCase& shape : cases) {
         AttentionInput input(shape, on.dtype, random);
         const Tensor& out = input.run(on.ops, on.pool, on.dtype);

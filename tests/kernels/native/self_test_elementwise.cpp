@@ -101,6 +101,37 @@ Findings test_rope_and_store_kv(const Subject& on) {
             args.num_kv_heads = KV_HEADS;
             args.head_dim = head_dim;
             on.ops.rope_and_store_kv(on.pool, on.dtype, args);
+            Room<int8_t> small_keys(keys.size(), 1), small_values(keys.size(), 1);
+            Room<float> key_scales(SLOTS * KV_HEADS, 1), value_scales(SLOTS * KV_HEADS, 1);
+            Tensor same_queries(on.dtype, queries.size());
+            args.keys = small_keys.data();
+            args.values = small_values.data();
+            args.key_scales = key_scales.data();
+            args.value_scales = value_scales.data();
+            args.queries = same_queries.data();
+            on.ops.rope_and_store_kv(on.pool, on.dtype, args);
+            found.require(same_queries.has_bits_of(queries, 0, queries.size()), "queries depend on the type of the pages");
+            // Rounded heads are those of the pages above, to half a step.
+            auto compare_rounded = [&](const Tensor& exact, const Room<int8_t>& small, const Room<float>& scales, int64_t head) {
+                float scale = scales.data()[head];
+                double greatest = 0;
+                for (int64_t i = head * head_dim; i < (head + 1) * head_dim; i++) {
+                    greatest = std::max(greatest, std::fabs(exact.at(i)));
+                    double error = std::fabs(exact.at(i) - double{scale} * small.data()[i]);
+                    found.require(error <= scale * 0.50001, "a number of int8 is further away than half a step");
+                }
+                found.require(std::fabs(scale * 127 - greatest) <= greatest * 1e-6, "a scale is not that of the greatest");
+            };
+            for (int64_t head = 0; head < SLOTS * KV_HEADS; head++)
+                if (token_of[head / KV_HEADS] >= 0) {
+                    compare_rounded(keys, small_keys, key_scales, head);
+                    compare_rounded(values, small_values, value_scales, head);
+                } else {
+                    found.require(key_scales.is_poison(head) && value_scales.is_poison(head) && small_keys.is_poison(head * head_dim) &&
+                                      small_values.is_poison(head * head_dim), "wrote a slot that no token has");
+                }
+            found.require(small_keys.has_whole_guards() && small_values.has_whole_guards() && key_scales.has_whole_guards() &&
+                              value_scales.has_whole_guards(), "wrote beyond its output");
             auto at = [&](int64_t token, int64_t head, int64_t i) {
                 return qkv.at((token * (HEADS + 2 * KV_HEADS) + head) * head_dim + i);
             };

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagoda_server.kernels import INT4, GroupedFormat, GroupedWeight
 from pagoda_server.kernels.activate import FUNCTIONS, SWIGLU, Activation
 from pagoda_server.kernels.linear import ExpertRows, Linear
-from pagoda_server.kernels.paged import PLAIN_SCORING, Scoring
+from pagoda_server.kernels.paged import GREATEST, PLAIN_SCORING, Scoring
 from pagoda_server.kernels.rope_and_store_kv import HeadNorms
 from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
 from pagoda_server.kernels.triton.activate import activate_triton
@@ -82,11 +82,12 @@ def cases() -> list[Case]:
     found += product_cases(SMOLLM2, (1, ROWS, 1000))
     found += split_cases(LLAMA_8B)
     found += grouped_product_cases(LLAMA_8B)
-    found += attention_cases(LLAMA_8B, torch.float8_e4m3fn, None)
+    for kv_dtype in GREATEST:
+        found += attention_cases(LLAMA_8B, kv_dtype, None)
     found += attention_cases(LLAMA_8B, torch.bfloat16, sliding_window=512)
     found += attention_cases(LLAMA_8B, torch.bfloat16, None, CAPPED)
     found += fixed_product_cases(LLAMA_8B)
-    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    for kv_dtype in (torch.bfloat16, *GREATEST):
         found += fixed_attention_cases(LLAMA_8B, torch.bfloat16, kv_dtype)
     found += fixed_attention_cases(LLAMA_8B, torch.bfloat16, torch.bfloat16, CAPPED)
     found += fixed_attention_cases(SMOLLM2, torch.float32, torch.float32)
@@ -104,7 +105,6 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
     slots = torch.empty(ROWS, dtype=torch.int64, device=META)
     norms = HeadNorms(_normal(model.head_dim), _normal(model.head_dim), 1e-6)
     pages = random_pages(model, 1, ROWS, torch.bfloat16, META)
-    float8_pages = random_pages(model, 1, ROWS, torch.float8_e4m3fn, META)
     yield Case(f"{model.name} rms_norm", lambda: rms_norm_triton(x, weight, 1e-5))
     yield Case(f"{model.name} rms_norm of a sum", lambda: rms_norm_triton(x, weight, 1e-5, x))
     yield Case(f"{model.name} layer_norm", lambda: layer_norm_triton(x, weight, weight, 1e-5))
@@ -113,7 +113,13 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
         for function in FUNCTIONS[1:]:
             plain = Activation(function, is_gated=False, parameters=PARAMETERS.get(function, ()))
             yield Case(f"{model.name} activate, {function}", partial(activate_triton, gate_up, plain))
-    for name, kv, head_norms in (("", pages, None), (", head norms", pages, norms), (", float8", float8_pages, None)):
+    float8, int8 = (random_pages(model, 1, ROWS, dtype, META) for dtype in GREATEST)
+    for name, kv, head_norms in (
+        ("", pages, None),
+        (", head norms", pages, norms),
+        (", float8", float8, None),
+        (", int8", int8, None),
+    ):
         call = partial(rope_and_store_kv_triton, qkv, cos, sin, slots, kv, head_norms, positions)
         yield Case(f"{model.name} rope{name}", call)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagoda_server.kernels import PagedKV
 from pagoda_server.kernels.copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
+from pagoda_server.kernels.paged import GREATEST
 from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
 from pagoda_server.kernels.row_sampling import SamplingRows, allocate_rows, sample_rows
 from pagoda_server.kernels.triton.rope_and_store_kv import rope_and_store_kv_triton
@@ -29,7 +30,6 @@ from tests.kernels.triton.test_paged_attention import TOLERANCES, TRITON
 pytestmark = pytest.mark.simulated
 
 FAR = 1 << 31  # elements
-FLOAT8 = torch.float8_e4m3fn
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE: no memory is set aside for pages that are not written
 
 
@@ -64,7 +64,7 @@ def far_cache(small: PagedKV) -> tuple[PagedKV, int]:
     ), first
 
 
-@pytest.mark.parametrize("pages", [None, FLOAT8], ids=["bfloat16", "float8"])
+@pytest.mark.parametrize("pages", [None, *GREATEST], ids=str)
 @pytest.mark.parametrize("queries", [1, 5], ids=["decodes", "chunks"])
 def test_attention_reads_pages_beyond_them(queries: int, pages: torch.dtype | None) -> None:
     lengths = [(37, queries), (40, queries)]
@@ -76,11 +76,11 @@ def test_attention_reads_pages_beyond_them(queries: int, pages: torch.dtype | No
     torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *GREATEST], ids=str)
 def test_keys_and_values_are_written_to_pages_beyond_them(dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim, block_size = 4, 2, 64, 16
     shape = (2, 3, block_size, kv_heads)
-    scales = torch.zeros(shape, device=DEVICE) if dtype == FLOAT8 else ()
+    scales = torch.zeros(shape, device=DEVICE) if dtype in GREATEST else ()
     near = PagedKV(*torch.zeros(*shape, head_dim, device=DEVICE).to(dtype), *scales)
     kv, first = far_cache(near)
     qkv = torch.randn(5, heads + 2 * kv_heads, head_dim, device=DEVICE).bfloat16()
@@ -89,7 +89,8 @@ def test_keys_and_values_are_written_to_pages_beyond_them(dtype: torch.dtype) ->
     far_slots = torch.where(slots < 0, slots, slots + first * block_size)
     rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, near)
     rope_and_store_kv_triton(qkv, angle.cos(), angle.sin(), far_slots, kv)
-    tolerance = {"atol": 2**-9, "rtol": 0.14} if dtype == FLOAT8 else {"atol": 4e-2, "rtol": 4e-2}
+    tolerances = {torch.float8_e4m3fn: {"atol": 2**-9, "rtol": 0.14}, torch.int8: {"atol": 1, "rtol": 0}}
+    tolerance = tolerances.get(dtype, {"atol": 4e-2, "rtol": 4e-2})
     assert near.values.float().any()
     torch.testing.assert_close(kv.keys[first:].float(), near.keys.float(), **tolerance)
     torch.testing.assert_close(kv.values[first:].float(), near.values.float(), **tolerance)

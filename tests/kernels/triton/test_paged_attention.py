@@ -1,4 +1,4 @@
-"""The batches of every backend's test, and GPU features: divided contexts, rows, padding and float8 pages."""
+"""The batches of every backend's test, and GPU features: divided contexts, rows, padding and pages in 8 bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from pagoda_server.kernels import AttentionPlan, PagedKV
 from pagoda_server.kernels.backend import REFERENCE
+from pagoda_server.kernels.paged import GREATEST
 from pagoda_server.kernels.triton import attention_tile, paged_decode
 from pagoda_server.kernels.triton.attention_tile import SEQS
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.simulated
 
 TRITON = replace(REFERENCE, name="triton", plan_attention=plan_attention_triton, paged_attention=paged_attention_triton)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-FLOAT8 = torch.float8_e4m3fn
 # Without batches that are large to fill the CPU's tiles, which take the interpreter seconds, and without head sizes and
 # groups, which have their own tests here.
 LEFT_OUT = ("more ", "groups ", "several tiles", "a window over several", "heads of ")
@@ -88,9 +88,12 @@ def test_blocks_of_every_size(block_size: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 70, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pages_of_float8_are_multiplied_by_their_scales(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize("pages", GREATEST, ids=str)
+def test_pages_in_8_bits_are_multiplied_by_their_scales(
+    pages: torch.dtype, dtype: torch.dtype, window: int | None
+) -> None:
     lengths = [(1, 1), (300, 1), (140, 17)]
-    check(Batch(lengths, heads=4, head_dim=32, block_size=16, dtype=dtype, pages=FLOAT8, window=window))
+    check(Batch(lengths, heads=4, head_dim=32, block_size=16, dtype=dtype, pages=pages, window=window))
 
 
 @pytest.mark.parametrize("num_queries", [1, 200], ids=["decode", "chunk"])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagoda_server.kernels import PagedKV, Scoring
 from pagoda_server.kernels.backend import REFERENCE
+from pagoda_server.kernels.paged import GREATEST
 from pagoda_server.kernels.triton import paged_fixed
 from pagoda_server.kernels.triton.configs import capability
 from pagoda_server.kernels.triton.paged_attention import plan_attention_triton
@@ -24,14 +25,16 @@ FIXED = replace(
     REFERENCE, plan_attention=plan_attention_triton, paged_attention=paged_attention_fixed_triton, name="fixed"
 )
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-FLOAT8 = torch.float8_e4m3fn
 LONG = [(1, 1), (150, 1), (70, 17)]
 CHOSEN = {name: BATCHES[name] for name in ("decodes, then chunks", "chunks before decodes", "a window", "one KV head")}
 CHOSEN |= {
     "several parts": Batch(LONG, heads=4, head_dim=16),
     "several parts in a window": Batch(LONG, heads=4, head_dim=16, window=50),
     "bfloat16": Batch(LONG, heads=4, head_dim=80, block_size=16, dtype=torch.bfloat16),
-    "float8": Batch(LONG, heads=4, head_dim=32, block_size=16, dtype=torch.bfloat16, pages=FLOAT8),
+    **{
+        str(pages): Batch(LONG, heads=4, head_dim=32, block_size=16, dtype=torch.bfloat16, pages=pages)
+        for pages in GREATEST
+    },
     "several parts with a cap and sinks": Batch(LONG, heads=4, head_dim=16, softcap=3.0, sinks=SINKS),
     "more heads than rows": Batch([(19, 1), (23, 3)], heads=71, kv_heads=1, head_dim=16),
 }
@@ -55,7 +58,9 @@ def test_a_query_has_the_same_bits_in_every_batch_and_chunk(
     """A prompt is computed at once, in chunks, and token by token, beside other sequences and alone."""
     compute_each_element_alone(monkeypatch)
     monkeypatch.setattr(paged_fixed, "PART_TILES", 2)
-    length = 2 * fixed_config(16, dtype.itemsize, capability()).tile_keys + 30  # the last tokens see two parts
+    length = (
+        2 * fixed_config(16, dtype.itemsize, dtype.itemsize, capability()).tile_keys + 30
+    )  # the last tokens see two parts
     pages = torch.randn(2, -(-length // 16) + 5, 16, 1, 16, device=DEVICE).to(dtype)
     queries = torch.randn(length, 3, 16, device=DEVICE).to(dtype)
     table = np.random.default_rng(0).permutation(pages.shape[1]).astype(np.int32)
