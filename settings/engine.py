@@ -25,7 +25,7 @@ LogFormat = Literal["text", "json"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
-KVCacheDType = Literal["auto", "fp8"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 PolicyName = Literal["fcfs", "priority", "fair", "deadline"]
 Overlap = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "off"]
@@ -129,7 +129,8 @@ class EngineSettings(CommonSettings):
     )  # fmt: skip
     kv_cache_dtype: KVCacheDType = setting(
         "auto",
-        "Number format of the KV cache. auto takes the model's. fp8 takes about half the memory and needs a GPU.",
+        "Number format of the KV cache. auto takes the model's. int8 and fp8 take about half the memory; fp8 needs a "
+        "GPU.",
         panel=ENGINE_KV_CACHE,
     )
     host_kv_gb: float = setting(

@@ -21,6 +21,7 @@ from ...kernels import (
     instruction_set,
     load_backend,
 )
+from ...kernels.paged import GREATEST
 from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
 from ..core.layer_groups import LayerGroups
@@ -33,6 +34,7 @@ Kernels: TypeAlias = tuple[str, str]  # the name of a backend, and the format of
 DEFAULT_CPU_BYTES = 500_000_000  # of a KV cache
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _OUT_OF_MEMORY = ("cannot allocate memory", "out of memory", "alloc_failed", "can't allocate memory")  # in lower case
 
 
@@ -102,6 +104,9 @@ def load_for_serving(
     model = read_config(folder, config.max_model_len)  # first, because it names an architecture that is not supported
     with enough_memory("the weights", "--quantization"):  # it maps them
         dtype = choose_dtype(config.dtype, folder, model.names.embedding)
+    cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
+    if device.type == "cpu" and cache_dtype == torch.int8 and dtype == torch.float16:
+        raise ConfigError("--kv-cache-dtype int8: on a CPU the model can be in bfloat16 or float32, not in float16")
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
     if backend is None:
         backend = choose_backend(
@@ -117,14 +122,13 @@ def load_for_serving(
         loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len, make_weights)
         if ops.looks_up_rotations:
             loaded.tabulate_rotations(longest)
-    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     spec = KVCacheSpec(
         LayerGroups.of(model.windows, longest),
         model.num_kv_heads,
         model.head_dim,
         cache_dtype.itemsize,
         config.tokens_a_block(device.type),
-        scale_bytes=torch.float32.itemsize if config.kv_cache_dtype == "fp8" else 0,
+        scale_bytes=torch.float32.itemsize if cache_dtype in GREATEST else 0,
     )
     return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec, cache_dtype)
 

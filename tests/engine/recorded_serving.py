@@ -27,6 +27,7 @@ KINDS = (
     ("qwen3", {"quantization": "int8"}),
     ("mistral with a sliding window", {"kv_cache_dtype": "fp8"}),
     ("olmo2", {}),
+    ("smollm", {"kv_cache_dtype": "int8"}),
     ("llama", {"quantization": "int8", "deterministic": True}),
 )
 

@@ -41,6 +41,7 @@ CASES = {
     "float32": ("mistral with a sliding window", {"dtype": "float32"}),
     "bfloat16": ("qwen3", {"dtype": "bfloat16", "quantization": "none"}),
     "int8": ("smollm", {"dtype": "bfloat16", "quantization": "int8"}),
+    "a cache of int8": ("qwen3", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     "int4": ("gguf", {"dtype": "bfloat16", "quantization": "int4"}),
     "int4 in float32": ("gguf", {"dtype": "float32", "quantization": "int4"}),
 }

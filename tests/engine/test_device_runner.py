@@ -706,8 +706,9 @@ def test_batch_sizes_end_with_the_largest_and_pad_by_half_at_most() -> None:
         assert all(after - before <= 128 for before, after in itertools.pairwise(sizes))
 
 
-def test_a_cache_of_float8_takes_half_the_memory_and_changes_logprobs_little(llama: Path) -> None:
-    exact, small = device_runner(llama), device_runner(llama, kv_cache_dtype="fp8")
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_cache_in_8_bits_takes_half_the_memory_and_changes_logprobs_little(llama: Path, kv_cache_dtype: str) -> None:
+    exact, small = device_runner(llama), device_runner(llama, kv_cache_dtype=kv_cache_dtype)
     assert small.info.kv_cache.bytes_per_token == 2 * 2 * 2 * (8 + 4)  # layers, keys and values, heads
     assert small.info.num_blocks > 2 * exact.info.num_blocks
     prompt, params = random_prompt(60, seed=1), SamplingParams(max_tokens=1, logprobs=20)

@@ -141,8 +141,10 @@ def test_kernels_of_the_gpu_in_graphs_generate_what_the_cpu_does_and_no_launch_w
 
 
 @pytest.mark.slow
-def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path) -> None:
-    served = Served(device_runner(qwen3, "triton", quantization="int8", kv_cache_dtype="fp8", max_num_seqs=2), 30)
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_weights_and_pages_of_8_bits_serve_in_graphs(qwen3: Path, kv_cache_dtype: str) -> None:
+    settings = {"quantization": "int8", "kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 2}
+    served = Served(device_runner(qwen3, "triton", **settings), 30)
     seqs = [served.add(random_prompt(5 + at, seed=at), SamplingParams(max_tokens=3)) for at in range(2)]
     served.run()
     assert [len(tokens) for tokens in outputs(seqs)] == [3, 3]

@@ -23,7 +23,7 @@ def test_a_start_compiles_every_kernel_that_any_request_needs() -> None:
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     models = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(models) == 5
+    assert len(models) == 6
     for told in models:
         assert told["new"] == [], f"{told['model']}, {told['backend']}"
         attention = {"_attend_chunks", "_attend_split"}

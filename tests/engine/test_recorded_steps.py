@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return save
 
 
-def load(folder: Path, dtype: str = "float32", **settings: int) -> ModelRunner:
+def load(folder: Path, dtype: str = "float32", **settings: int | str) -> ModelRunner:
     runner = load_runner(folder, dtype=dtype, quantization="int8", **settings)
     assert runner._recorded is not None
     return runner
@@ -164,9 +164,10 @@ def test_steps_of_more_sequences_than_run_at_once_are_computed_op_by_op(saved: C
     assert rooms == [True, False]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["smollm", "mistral with a sliding window"])
 def test_preempted_and_copied_sequences_are_served_the_same(
-    saved: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+    saved: Callable[[str], Path], name: str, kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = watch_copies(monkeypatch)
 
@@ -183,7 +184,7 @@ def test_preempted_and_copied_sequences_are_served_the_same(
         assert served.scheduler.counters.preemptions > 0
         return served.told, served.logprobs
 
-    recorded, eager = load(saved(name), "bfloat16"), load(saved(name), "bfloat16")
+    recorded, eager = (load(saved(name), "bfloat16", kv_cache_dtype=kv_cache_dtype) for _ in range(2))
     eager._recorded = None
     assert serve(recorded) == serve(eager)
     assert len(copied) >= 2

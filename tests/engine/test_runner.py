@@ -95,6 +95,23 @@ def test_another_architecture_is_named_before_its_tensors_are_looked_for(tmp_pat
         load_for_serving(EngineConfig(model=str(tmp_path)), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mistral with a sliding window", "gemma2"])
+def test_a_cache_of_int8_takes_half_the_memory_and_changes_logits_little(
+    saved: Callable[[str], Path], name: str
+) -> None:
+    found = []
+    for dtype, element_bytes, scale_bytes in (("auto", 2, 0), ("int8", 1, 4)):
+        runner = load_runner(saved(name), dtype="bfloat16", kv_cache_dtype=dtype, block_size=8)
+        spec = runner.info.kv_cache
+        heads = 2 * len(spec.groups.places) * spec.num_kv_heads
+        assert spec.bytes_per_token == heads * (spec.head_dim * element_bytes + scale_bytes)
+        seq = ShuffledBlocks(runner).sequence(random_prompt(60, seed=1), 1)
+        found.append(runner.logits(Chunk(seq, 0, 60, False)).float())
+    exact, small = (logits.log_softmax(dim=-1) for logits in found)
+    error = (exact - small).abs().mean() / exact.std()
+    assert 0 < error < 0.05
+
+
 def test_cache_size_follows_the_formula(saved: Callable[[str], Path]) -> None:
     info = load_runner(saved("qwen3"), kv_cache_gb=0.001, block_size=8).info
     assert info.kv_cache.bytes_per_token == 2 * 2 * 2 * 16 * 4
@@ -149,6 +166,11 @@ def test_dtype_is_bfloat16_unless_the_checkpoint_is_float32(tmp_path: Path, stor
         ({"kv_cache_gb": 1e-7}, "--kv-cache-gb: .* holds no block"),
         ({"kv_cache_gb": 1e6}, "not enough device memory for the KV cache .*can't allocate.* --kv-cache-gb can help"),
         ({"host_kv_gb": 1e6}, "not enough device memory for the blocks of host memory .* --host-kv-gb, --kv-cache-gb"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: there are kernels for it on a GPU only"),
+        (
+            {"kv_cache_dtype": "int8", "dtype": "float16"},
+            "--kv-cache-dtype int8: .* bfloat16 or float32, not in float16",
+        ),
     ],
 )
 def test_settings_that_the_model_cannot_meet_are_refused(
@@ -168,6 +190,7 @@ def test_settings_that_the_model_cannot_meet_are_refused(
         ({"device": "cuda"}, "--device cuda: the synthetic model"),
         ({"quantization": "fp8"}, "--quantization fp8: the synthetic model"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: the synthetic model"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: the synthetic model"),
     ],
 )
 def test_settings_that_the_synthetic_model_cannot_meet_are_refused(settings: dict[str, Any], message: str) -> None:
