@@ -8,15 +8,8 @@ from torch import Tensor
 from .grouped_weight import INT4, GroupedWeight
 from .native_module import DTYPES, native, takes
 
-_RANGES = (
-    0.0,
-    -0.5,
-    0.5,
-    -1.0,
-    1.0,
-    -1.5,
-    -2.5,
-)  # steps that a range has more than 15; native/quantize_int4.h has them too
+# Steps that a range has more than 15, as in native/quantize_int4.h. No end of a range falls between two codes.
+_RANGES = (0.0, -0.5, 0.5, -0.9, 1.0, -1.5, -2.5)
 _MOST = 15
 
 
