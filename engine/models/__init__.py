@@ -6,7 +6,7 @@ add a family, copy the function of the nearest one and write down what its class
 
 sizes       `ModelConfig.read` reads what families share, with what this one assumes where config.json does not say.
             Methods of ConfigFile read the rest and raise errors that name the field. A field that no one reads is
-            refused by its name, unless inert_fields.py has it.
+            refused by its name, unless inert_fields.py has it; so is a tensor, unless inert_tensors.py has it.
 norms       LayerNorms names those before and behind each sublayer; head_norms are those of queries and keys.
 attention   `windows` and `rotations` have an entry for each layer. A rotation may turn a part of a head, or none of it,
             and pairs may be interleaved. `score_scale` replaces 1 / √head_dim.
@@ -38,6 +38,7 @@ from ..core.errors import ConfigError
 from .config import ConfigFile, ModelConfig
 from .decoder import Decoder, Embedded, GroupInputs, StepInputs
 from .families import FAMILIES, Family
+from .inert_tensors import is_inert
 from .weights import Checkpoint, RandomTensors, Tensors, Weights
 
 __all__ = ["FAMILIES", "Decoder", "Embedded", "GroupInputs", "ModelConfig", "StepInputs", "load_model", "read_config"]
@@ -75,7 +76,12 @@ def load_model(
     else:
         tensors = Checkpoint(folder, progress)
     # Such a backend is chosen for a checkpoint without groups only if weights in 4 bits are wanted.
-    return Decoder(config, make_weights(tensors, backend, device, dtype, packs=not config.has_int4_weights))
+    decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs=not config.has_int4_weights))
+    if isinstance(tensors, Checkpoint) and make_weights is Weights:  # others read no tensor
+        last = range(config.num_layers, config.num_layers + file.count("num_nextn_predict_layers", 0))
+        unused_head = config.names.head if config.tie_word_embeddings else ""
+        tensors.refuse_unread(lambda name: is_inert(name, unused_head, config.names.layers, last))
+    return decoder
 
 
 def _configured(file: ConfigFile) -> ModelConfig:

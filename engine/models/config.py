@@ -93,7 +93,8 @@ class ConfigFile:
 
     def count(self, name: str, default: int) -> int:
         """A whole number, zero included."""
-        return 0 if self._get(name) == 0 else self.size(name, default)
+        value = self._get(name)
+        return 0 if (default if value is None else value) == 0 else self.size(name, default)
 
     def optional_size(self, name: str, absent: int | None = None) -> int | None:
         """None if the file says null, `absent` if it says nothing."""

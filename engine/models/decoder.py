@@ -257,6 +257,9 @@ def _xielu(weights: Weights, name: str) -> tuple[float, float]:
     beta = weights.number(f"{name}.beta")
     if beta != 0.5:
         raise ConfigError(f"tensor {name}.beta is {beta}; only 0.5 is supported")
+    eps = weights.number(f"{name}.eps")
+    if not math.isclose(eps, -1e-6, rel_tol=0.01):  # in bfloat16
+        raise ConfigError(f"tensor {name}.eps is {eps}; only -1e-06 is supported")
     return math.log1p(math.exp(positive)), beta + math.log1p(math.exp(negative))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoints.folder import CheckpointError
+from ...checkpoints.folder import CheckpointError, quoted
 from ...checkpoints.progress import Progress, no_progress
 from ...checkpoints.stored import MAX_SCALE, VALUES_AT_ONCE, StoredPart, StoredTensor, pieces
 from ...checkpoints.weight_files import open_weights
@@ -137,6 +137,7 @@ class Checkpoint:
             raise ConfigError(str(error)) from error
         self._total, self._done = sum(stored.num_bytes for stored in self._tensors.values()), 0
         self._readers = ThreadPoolExecutor(NUM_READERS, "weights")
+        self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
         return name in self._tensors
@@ -156,6 +157,7 @@ class Checkpoint:
         Raises ConfigError if there is no such tensor, or if it has another shape or a format that is not supported.
         """
         stored = self._stored(name)
+        self._read.add(name)
         if rows.expert is not None and (not stored.shape or stored.shape[0] <= rows.expert):
             raise ConfigError(f"tensor {name} has shape {list(stored.shape)}, without a part for expert {rows.expert}")
         if rows.expert is not None or rows.is_transposed:
@@ -179,6 +181,18 @@ class Checkpoint:
             stored.release()
         self._done += stored.num_bytes
         self._progress("loading weights", self._done, self._total)
+
+    def refuse_unread(self, is_inert: Callable[[str], bool]) -> None:
+        """Raise ConfigError for a tensor that filled nothing, unless it is inert or a bias of zeros.
+
+        Quantizers write such biases for products that have none.
+        """
+        for name, stored in self._tensors.items():
+            if name in self._read or is_inert(name):
+                continue
+            if name.endswith(".bias") and len(stored.shape) == 1 and not stored.whole(slice(None)).any():
+                continue
+            raise ConfigError(f"tensor {quoted(name)} of {self._folder.name} is not used by this family")
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self._tensors:

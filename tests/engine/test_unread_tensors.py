@@ -1,0 +1,74 @@
+"""A checkpoint with tensors that a model does not use is refused, unless they cannot change what it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagoda_server.engine.core.errors import ConfigError
+from tests.engine.tiny_models import MODELS, load_runner, save_model
+
+
+def with_tensor(folder: Path, model: str, name: str, tensor: torch.Tensor) -> Path:
+    """Save one of MODELS with one more tensor."""
+    save_model(MODELS[model], folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {name: tensor}, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.bias"),
+        ("llama", "model.layers.2.input_layernorm.weight"),
+        ("llama", "model.layers.0.self_attn.q_norm.weight"),
+        ("smollm", "lm_head.bias"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.6.up_proj.weight"),
+    ],
+)
+def test_a_tensor_that_is_not_used_is_named(model: str, name: str, tmp_path: Path) -> None:
+    with_tensor(tmp_path, model, name, torch.ones(4))
+    with pytest.raises(ConfigError, match=f"tensor {name} of .* is not used by this family"):
+        load_runner(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("llama", "model.layers.1.self_attn.k_proj.k_scale"),
+        ("smollm", "lm_head.weight"),
+        ("gpt2", "transformer.h.0.attn.bias"),
+        ("gpt2", "transformer.h.0.attn.masked_bias"),
+    ],
+)
+def test_tensors_that_change_nothing_are_left_out(model: str, name: str, tmp_path: Path) -> None:
+    load_runner(with_tensor(tmp_path, model, name, torch.ones(4)))
+
+
+def test_biases_of_zeros_that_quantizers_write_are_left_out(tmp_path: Path) -> None:
+    load_runner(with_tensor(tmp_path, "llama", "model.layers.0.mlp.down_proj.bias", torch.zeros(4)))
+
+
+def test_layers_that_predict_more_tokens_are_left_out_as_far_as_the_config_has_them(tmp_path: Path) -> None:
+    model = next(name for name, config in MODELS.items() if config.model_type == "glm4_moe")
+    number = MODELS[model].num_hidden_layers
+    with_tensor(tmp_path, model, f"model.layers.{number}.eh_proj.weight", torch.ones(4))
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
+    load_runner(tmp_path)
+    path.write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=rf"model\.layers\.{number}\.eh_proj\.weight"):
+        load_runner(tmp_path)
+
+
+def test_another_epsilon_of_xielu_is_refused(tmp_path: Path) -> None:
+    with_tensor(tmp_path, "apertus", "model.layers.1.mlp.act_fn.eps", torch.tensor(-1e-3))
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.act_fn\.eps is .*; only -1e-06 is supported"):
+        load_runner(tmp_path)
