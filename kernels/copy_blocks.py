@@ -22,7 +22,7 @@ def copy_blocks(layers: Iterable[PagedKV], sources: Tensor, targets: Tensor) -> 
     for kv in layers:
         for pages in (kv.keys, kv.values, kv.key_scales, kv.value_scales):
             if pages is not None:
-                pages = pages.view(torch.uint8) if pages.element_size() == 1 else pages  # float8 cannot be indexed
+                pages = _indexable(pages)
                 pages.index_copy_(0, targets, pages.index_select(0, sources))
 
 
@@ -69,13 +69,19 @@ def load_blocks(layers: Sequence[PagedKV], host: Tensor, sources: Sequence[int],
 def _flat(layers: Sequence[PagedKV]) -> Iterator[Tensor]:
     """Yield each layer's pages as [num_blocks, elements of a block], in a fixed order.
 
-    They keep their dtype: on a CPU, torch selects rows of bytes one byte at a time.
+    Wider elements keep their dtype: on a CPU, torch selects rows of bytes one byte at a time.
     """
     for kv in layers:
         for pages in (kv.keys, kv.values, kv.key_scales, kv.value_scales):
             if pages is not None:
-                flat = pages.flatten(1)
-                yield flat.view(torch.uint8) if pages.element_size() == 1 else flat  # float8 cannot be indexed
+                yield _indexable(pages.flatten(1))
+
+
+def _indexable(pages: Tensor) -> Tensor:
+    """Pages in 8 bits as words, if a row has whole words, else as uint8: float8 cannot be indexed."""
+    if pages.element_size() > 1:
+        return pages
+    return pages.view(torch.uint8 if pages.shape[-1] % 4 else torch.int32)
 
 
 def _bytes_of_row(pages: Tensor) -> int:

@@ -94,8 +94,8 @@ class EngineSettings(CommonSettings):
     quantization: Quantization = setting(
         "auto",
         "Number format of weights in matrix products. int4 keeps the values of a file that is quantized in groups, and "
-        "rounds those of any other file to 4 bits while loading. auto takes int4 for a quantized file alone: on a CPU "
-        "int4 or int8, where they are fast, on a GPU int4 or none.",
+        "rounds those of any other file to 4 bits while loading. auto keeps the values of a quantized file where that "
+        "is fast; else it takes int8 on a CPU that is fast at it, and none on a GPU.",
         panel=ENGINE_MODEL,
     )
     deterministic: bool = setting(
