@@ -31,7 +31,7 @@ from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.kernels import keep_freed_memory
-from pagoda_server.settings.engine import DType, EngineConfig, Quantization
+from pagoda_server.settings.engine import DType, EngineConfig, KVCacheDType, Quantization
 
 NAME = "quality"
 NUM_CONTINUATIONS = 20
@@ -47,6 +47,7 @@ class Precision:
     name: str
     dtype: DType
     quantization: Quantization
+    kv_cache_dtype: KVCacheDType = "auto"
 
 
 # The first is the base. bfloat16 shows how much of a difference comes from its rounding alone.
@@ -55,6 +56,7 @@ PRECISIONS = (
     Precision("bfloat16", "bfloat16", "none"),
     Precision("int8", "bfloat16", "int8"),
     Precision("int4", "bfloat16", "int4"),
+    Precision("int8 cache", "bfloat16", "none", "int8"),
 )
 
 
@@ -190,7 +192,11 @@ def measure(folder: Path, tokens: list[int], threads: int) -> dict[str, Quality]
     with shown_progress() as progress:
         for precision in PRECISIONS:
             config = EngineConfig(
-                str(folder), dtype=precision.dtype, quantization=precision.quantization, threads=threads
+                str(folder),
+                dtype=precision.dtype,
+                quantization=precision.quantization,
+                kv_cache_dtype=precision.kv_cache_dtype,
+                threads=threads,
             )
             runners[precision.name] = ModelRunner(config, progress)
     with bars(len(tokens)) as shown, shown.part("text", len(tokens)):

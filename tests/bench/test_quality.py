@@ -148,7 +148,7 @@ def test_the_report_holds_every_precision(folder: Path, theirs: Any, tmp_path: P
     document = json.loads((tmp_path / "quality.json").read_text())
     assert document["tokens"] == len(TOKENS)
     found = document["precisions"]
-    assert list(found) == ["float32", "bfloat16", "int8", "int4"]
+    assert list(found) == ["float32", "bfloat16", "int8", "int4", "int8 cache"]
     assert found["float32"]["kl_nats"] == 0
     assert found["bfloat16"]["kl_nats"] > 0
     assert found["int8"]["kl_nats"] > 0

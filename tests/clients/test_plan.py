@@ -65,7 +65,7 @@ def test_the_command_prints_what_each_precision_takes_and_how_much_fits(tmp_path
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[1:] if " MB " in line]
-    assert {row[0] for row in rows} == {"none", "int8"}
+    assert {row[0] for row in rows} == {"none", "int4", "int8"}
     config = json.loads(next((tmp_path / "cache" / "models").glob("*/config.json")).read_text())
     kv_bytes = 2 * 2 * config["num_key_value_heads"] * config["head_dim"] * 4  # float32
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("none"))

@@ -133,7 +133,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a header of absurd offsets": (lambda f: header(f, json.dumps({"a": {"dtype": "F32", "shape": [1 << 62, 1 << 62],
                                    "data_offsets": [0, (1 << 64) - 1]}})), "safetensors"),
     "an index that is nested": (lambda f: index(f, '{"weight_map":' + NESTED), "nested"),
-    "an index of no names": (lambda f: index(f, '{"weight_map": {"a": 7, "b": "\\u0000"}}'), "is missing"),
+    "an index of no names": (lambda f: index(f, '{"weight_map": {"a": 7, "b": "\\u0000"}}'), "not a safetensors"),
 }  # fmt: skip
 
 
