@@ -142,11 +142,12 @@ def eight(watched: Watched) -> dict[str, Any]:
     page = watched.open()
     page.click("#eight")
     page.wait_for_selector(".eight")
-    most, seen, blocks, rate, colours = 0, set(), 0, 0, 0
+    most, seen, names, blocks, rate, colours = 0, set(), set(), 0, 0, 0
     deadline = time.monotonic() + 120
     while page.get_attribute("#eight", "aria-disabled") == "true" and time.monotonic() < deadline:
         states = watched.states()
         seen |= set(states)
+        names |= set(page.locator(".row .name").all_text_contents())  # rows of sequences that have ended go in time
         most = max(most, sum(state in ("decode", "prefill") for state in states))
         blocks = max(blocks, number_in(page.inner_text("#cache-count")))
         rate = max(rate, number_in(page.inner_text("#rate")))
@@ -156,7 +157,7 @@ def eight(watched: Watched) -> dict[str, Any]:
     return {
         "most at once": most, "states": sorted(seen | set(watched.states())), "blocks in use": blocks, "tokens/s": rate,
         "colours of steps": colours, "answers": page.locator(".eight .text").all_text_contents(),
-        "names": page.locator(".row .name").all_text_contents(), "ttft": page.inner_text("#ttft"),
+        "names": sorted(names), "ttft": page.inner_text("#ttft"),
         "itl": page.inner_text("#itl"), "errors": watched.errors,
     }  # fmt: skip
 
