@@ -60,10 +60,12 @@ def load_model(
     progress: Progress = no_progress,
     max_model_len: int | None = None,
     make_weights: type[Weights] = Weights,
+    packs: bool = False,
 ) -> Decoder:
     """Loads a model to `device`, with the configuration that `read_config` returns.
 
     make_weights  MeasuredWeights for one whose sizes alone are wanted
+    packs         round weights to 4 bits that the checkpoint holds whole
 
     Raises ConfigError if the checkpoint is broken or not supported.
 
@@ -75,8 +77,7 @@ def load_model(
         tensors: Tensors = RandomTensors(INT4 if config.has_int4_weights else None)
     else:
         tensors = Checkpoint(folder, progress)
-    # Such a backend is chosen for a checkpoint without groups only if weights in 4 bits are wanted.
-    decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs=not config.has_int4_weights))
+    decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs))
     if isinstance(tensors, Checkpoint) and make_weights is Weights:  # others read no tensor
         last = range(config.num_layers, config.num_layers + file.count("num_nextn_predict_layers", 0))
         unused_head = config.names.head if config.tie_word_embeddings else ""

@@ -118,8 +118,9 @@ def load_for_serving(
             has_float8_weights=model.has_float8_weights,
         )
     ops = load_backend(*backend, config.deterministic)
+    packs = config.quantization == "int4" and not model.has_int4_weights
     with enough_memory("the weights", "--quantization"):
-        loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len, make_weights)
+        loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len, make_weights, packs)
         if ops.looks_up_rotations:
             loaded.tabulate_rotations(longest)
     spec = KVCacheSpec(

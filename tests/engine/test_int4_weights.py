@@ -22,7 +22,7 @@ from pagoda_server.checkpoints.weight_files import open_weights
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
 from pagoda_server.engine.models.weights import Checkpoint, Rows
-from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype
+from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype, load_for_serving
 from pagoda_server.kernels import (
     INT4,
     PLAIN,
@@ -39,6 +39,7 @@ from pagoda_server.kernels import (
 from pagoda_server.kernels.backend import REFERENCE
 from pagoda_server.kernels.linear import linear
 from pagoda_server.kernels.linear_grouped import linear_grouped
+from pagoda_server.settings.engine import EngineConfig, Quantization
 from tests.checkpoints.quantized_tensors import packed_in_4_bits
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import (
@@ -135,7 +136,9 @@ def save_wider_model(family: str, folder: Path) -> None:
     save_model(config, folder)
 
 
-def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[str, Tensor | GroupedWeight]:
+def parameters(
+    folder: Path, dtype: torch.dtype, *, keeps_int4: bool, packs: bool = False
+) -> dict[str, Tensor | GroupedWeight]:
     """Return the tensors that a model is loaded from, by their names in the checkpoint."""
     filled: dict[str, Tensor | GroupedWeight] = {}
     fill = Checkpoint.fill
@@ -146,7 +149,7 @@ def parameters(folder: Path, dtype: torch.dtype, *, keeps_int4: bool) -> dict[st
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "fill", remember)
-        load_model(folder, reference_int4() if keeps_int4 else REFERENCE, CPU, dtype)
+        load_model(folder, reference_int4() if keeps_int4 else REFERENCE, CPU, dtype, packs=packs)
     return filled
 
 
@@ -293,7 +296,7 @@ def test_compiled_logits_are_near_those_in_float32(folder: Path, dtype: str) -> 
 def test_whole_weights_are_rounded_to_4_bits_if_that_is_wanted(family: str, tmp_path: Path) -> None:
     """Matrices that are multiplied, with what is folded into them; the embedding, the head and routers stay."""
     save_wider_model(family, tmp_path)
-    packed = parameters(tmp_path, torch.float32, keeps_int4=True)
+    packed = parameters(tmp_path, torch.float32, keeps_int4=True, packs=True)
     whole = parameters(tmp_path, torch.float32, keeps_int4=False)
     rounded = {name for name, weight in packed.items() if isinstance(weight, GroupedWeight)}
     kept = ("embed", "wte", "wpe", "norm", "ln_", "lm_head", "block_sparse_moe.gate.", "mlp.gate.")
@@ -318,7 +321,20 @@ def test_weights_that_4_bits_cannot_hold_are_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(
         ConfigError, match=f"tensor {name} has weights that do not fit into 4 bits: --quantization int4"
     ):
-        parameters(tmp_path, torch.float32, keeps_int4=True)
+        parameters(tmp_path, torch.float32, keeps_int4=True, packs=True)
+
+
+@pytest.mark.parametrize(("quantization", "is_rounded"), [("auto", False), ("int4", True)])
+def test_whole_weights_beside_others_in_groups_are_rounded_only_if_that_is_wanted(
+    quantization: Quantization, is_rounded: bool, tmp_path: Path
+) -> None:
+    """A GPU has products in groups for FP8 checkpoints too, of which some layers are left whole."""
+    save_wider_model("qwen3", tmp_path)
+    whole, served = (
+        load_for_serving(EngineConfig(str(tmp_path), quantization=each), CPU, backend=("reference", form))
+        for each, form in (("none", UNQUANTIZED), (quantization, "groups"))
+    )
+    assert (served.model.weight_bytes < whole.model.weight_bytes) == is_rounded
 
 
 @pytest.mark.skipif(not has_native(), reason="no kernels for products in 4 bits")
