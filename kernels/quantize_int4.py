@@ -8,7 +8,8 @@ from torch import Tensor
 from .grouped_weight import INT4, GroupedWeight
 from .native_module import DTYPES, native, takes
 
-# Steps that a range has more than 15, as in native/quantize_int4.h. No end of a range falls between two codes.
+# How many steps longer than 15 each range is, as in native/quantize_int4.h. None puts a group's least or greatest value
+# halfway between two codes, where a last bit would decide.
 _RANGES = (0.0, -0.5, 0.5, -0.9, 1.0, -1.5, -2.5)
 _MOST = 15
 
@@ -18,9 +19,9 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
 
     weight  [out, in] floating point on the host; `in` is a multiple of 32
 
-    The codes that a range of a group's values gives are followed by the scale and the minimum that fit these codes best
-    (least squares). Of some ranges, shorter and longer than the group's own, the one with the least error is kept: a
-    range that leaves an outlier out serves the other values better.
+    Several ranges are tried, some shorter and some longer than from a group's least to its greatest value. Each gives
+    codes, and least squares gives the scale and the minimum that fit them best. The range with the least error is kept:
+    one that leaves an outlier out may serve the other values better.
     """
     groups = weight.float().unflatten(1, (-1, INT4.group))
     low = groups.amin(dim=-1, keepdim=True)
@@ -30,12 +31,11 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
     fewest = torch.full_like(low, torch.inf)
     for more in _RANGES:
         codes = _nearest(above * torch.where(extent > 0, (_MOST + more) / extent, 0.0) - more / 2)
-        spread = codes.var(dim=-1, keepdim=True, correction=0)
-        covariance = (codes * above).mean(dim=-1, keepdim=True) - codes.mean(-1, keepdim=True) * above.mean(
-            -1, keepdim=True
-        )
+        middle, code_middle = above.mean(dim=-1, keepdim=True), codes.mean(dim=-1, keepdim=True)
+        spread = (codes - code_middle).square().mean(dim=-1, keepdim=True)
+        covariance = ((codes - code_middle) * above).mean(dim=-1, keepdim=True)
         step = torch.where(spread > 0, covariance / spread, 0.0)
-        offset = above.mean(dim=-1, keepdim=True) - step * codes.mean(dim=-1, keepdim=True)
+        offset = middle - step * code_middle
         error = (above - step * codes - offset).square().sum(dim=-1, keepdim=True)
         is_better = (error < fewest) & (spread > 0)
         fewest = error.where(is_better, fewest)
@@ -51,7 +51,7 @@ def _nearest(values: Tensor) -> Tensor:
 
 
 def quantize_int4_native(weight: Tensor) -> GroupedWeight:
-    """`quantize_int4` by compiled code. Sums in another order may choose another of two ranges that are as good."""
+    """`quantize_int4` by compiled code. Where two ranges have nearly the same error, it may choose the other one."""
     if native is None or not takes(weight):
         return quantize_int4(weight)
     packed = GroupedWeight.allocate(INT4, *weight.shape)

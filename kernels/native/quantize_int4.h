@@ -1,19 +1,19 @@
 // Rounding of weights to 4 bits in groups, as a GroupedWeight has them. No include guard: each instruction set compiles its
 // own copy.
 //
-// Codes that a range of a group's values gives are followed by the scale and the minimum that fit these codes best (least
-// squares). Of some ranges, shorter and longer than the group's own, the one with the least error is kept: a range that
-// leaves an outlier out serves the other values better.
+// Several ranges are tried, some shorter and some longer than from a group's least to its greatest value. Each gives codes,
+// and least squares gives the scale and the minimum that fit them best. The range with the least error is kept: one that
+// leaves an outlier out may serve the other values better.
 
 constexpr int64_t NIBBLES_GROUP = 32;
-constexpr float RANGES[] = {0, -0.5f, 0.5f, -0.9f, 1, -1.5f, -2.5f};  // steps that a range has more than 15; no end is a tie
+// How many steps longer than 15 each range is. None puts a group's least or greatest value halfway between two codes.
+constexpr float RANGES[] = {0, -0.5f, 0.5f, -0.9f, 1, -1.5f, -2.5f};
 
 // Rounds to 0…15, ties to even.
 PAGODA_INLINE Floats nearest_nibble(Floats x) {
     constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
     x = max(x, Floats{});
-    x = -max(-x, broadcast(-15.0f));
-    return x + MAGIC - MAGIC;
+    return (x < 15.0f ? x : broadcast(15.0f)) + MAGIC - MAGIC;
 }
 
 template <typename T>
@@ -24,13 +24,13 @@ void quantize_int4(ThreadPool& pool, const T* weight, uint8_t* values, uint16_t*
     pool.run(static_cast<int>(ceil_div(groups, GROUPS_A_PART)), [&](int part) {
         int64_t end = std::min(groups, (part + 1) * GROUPS_A_PART);
         for (int64_t group = part * GROUPS_A_PART; group < end; group++) {
-            Floats w[COUNT], least = broadcast(INFINITY), most = broadcast(-INFINITY), sums{}, squares{};
+            Floats w[COUNT], most = broadcast(-INFINITY), most_negated = most, sums{}, squares{};
             for (int i = 0; i < COUNT; i++) {
                 w[i] = load(weight + group * NIBBLES_GROUP + i * LANES);
-                least = -max(-w[i], -least);
                 most = max(w[i], most);
+                most_negated = max(-w[i], most_negated);
             }
-            float low = -greatest(-least), range = greatest(most) - low;
+            float low = -greatest(most_negated), range = greatest(most) - low;
             for (int i = 0; i < COUNT; i++) {  // counted from the least, so that sums of squares lose little
                 w[i] -= low;
                 sums += w[i];
