@@ -74,7 +74,7 @@ def load_model(
     file = ConfigFile(folder, max_model_len)
     config = _configured(file)
     if file.flag("random_weights", False):
-        tensors: Tensors = RandomTensors(INT4 if config.has_int4_weights else None)
+        tensors: Tensors = RandomTensors(INT4 if config.has_grouped_weights else None)
     else:
         tensors = Checkpoint(folder, progress)
     decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs))

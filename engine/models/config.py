@@ -383,7 +383,7 @@ class ModelConfig:
     logit_cap                as `score_cap`, of logits
     has_sinks                each query head has a score that is in the softmax's denominator alone
     experts                  which layers have experts, and what they compute; None: all are dense
-    has_int4_weights         whether the checkpoint holds some weights in groups of 4 to 8 bits
+    has_grouped_weights      whether the checkpoint holds some weights in groups of 4 to 8 bits
     has_float8_weights       whether it holds some in float8
     """
 
@@ -425,7 +425,7 @@ class ModelConfig:
     logit_cap: float = 0.0
     has_sinks: bool = False
     experts: ExpertLayers | None = None
-    has_int4_weights: bool = False
+    has_grouped_weights: bool = False
     has_float8_weights: bool = False
 
     @property
@@ -498,6 +498,6 @@ class ModelConfig:
             rotations=(rope,) * num_layers,
             tie_word_embeddings=file.flag("tie_word_embeddings", is_tied),
             windows=(None,) * num_layers,
-            has_int4_weights=quantization not in (None, FP8),
+            has_grouped_weights=quantization not in (None, FP8),
             has_float8_weights=quantization == FP8,
         )

@@ -113,12 +113,12 @@ def load_for_serving(
             device,
             dtype,
             config.quantization,
-            model.has_int4_weights,
+            model.has_grouped_weights,
             is_deterministic=config.deterministic,
             has_float8_weights=model.has_float8_weights,
         )
     ops = load_backend(*backend, config.deterministic)
-    packs = config.quantization == "int4" and not model.has_int4_weights
+    packs = config.quantization == "int4" and not model.has_grouped_weights
     with enough_memory("the weights", "--quantization"):
         loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len, make_weights, packs)
         if ops.looks_up_rotations:
@@ -172,24 +172,24 @@ def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization,
-    has_int4_weights: bool = False,
+    has_grouped_weights: bool = False,
     is_deterministic: bool = False,
     has_float8_weights: bool = False,
 ) -> Kernels:
     """The fastest kernel backend and format of weights. Raises ConfigError if none computes with these settings."""
     if device.type == "cpu":
-        return _choose_cpu_backend(dtype, quantization, has_int4_weights, is_deterministic)
+        return _choose_cpu_backend(dtype, quantization, has_grouped_weights, is_deterministic)
     if quantization == "fp8":
         check_fp8("--quantization", device)
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {device} needs Triton: pip install 'pagoda[gpu]'")
-    if quantization == "int4" or (quantization == "auto" and (has_int4_weights or has_float8_weights)):
+    if quantization == "int4" or (quantization == "auto" and (has_grouped_weights or has_float8_weights)):
         return "triton", "groups"
     return "triton", {"int8": "int8-weight", "fp8": "fp8"}.get(quantization, UNQUANTIZED)
 
 
 def _choose_cpu_backend(
-    dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, is_deterministic: bool
+    dtype: torch.dtype, quantization: Quantization, has_grouped_weights: bool, is_deterministic: bool
 ) -> Kernels:
     if is_deterministic and dtype == torch.float16:
         raise ConfigError("--deterministic: the model can be in bfloat16 or float32, not in float16")
@@ -199,7 +199,7 @@ def _choose_cpu_backend(
     if quantization == "fp8":
         check_fp8("--quantization", torch.device("cpu"))
     if quantization == "auto":
-        quantization = _best_quantization(dtype, has_int4_weights, uses_amx)
+        quantization = _best_quantization(dtype, has_grouped_weights, uses_amx)
     if quantization == "none":
         return "native" if has_native() else "cpu", UNQUANTIZED
     if dtype == torch.float16:
@@ -210,7 +210,7 @@ def _choose_cpu_backend(
     return "native", "int8-weight" if quantization == "int8" and uses_amx else quantization
 
 
-def _best_quantization(dtype: torch.dtype, has_int4_weights: bool, uses_amx: bool) -> Quantization:
+def _best_quantization(dtype: torch.dtype, has_grouped_weights: bool, uses_amx: bool) -> Quantization:
     """What `auto` means on a CPU: the fastest choice, as measured in docs/performance.md.
 
     Weights in 4 bits are used as the checkpoint holds them, so they lose less than they would in int8. With AMX,
@@ -218,7 +218,7 @@ def _best_quantization(dtype: torch.dtype, has_int4_weights: bool, uses_amx: boo
     """
     if dtype != torch.bfloat16 or not has_native() or instruction_set() == "generic":
         return "none"
-    return "int4" if has_int4_weights and not uses_amx else "int8"
+    return "int4" if has_grouped_weights and not uses_amx else "int8"
 
 
 def check_fp8(flag: str, device: torch.device) -> None:

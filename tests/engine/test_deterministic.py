@@ -275,7 +275,7 @@ def test_draws_and_logprobs_are_the_same_alone_and_in_a_batch(saved: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization", "has_int4_weights", "expected"),
+    ("dtype", "quantization", "has_grouped_weights", "expected"),
     [
         (torch.float32, "auto", True, UNQUANTIZED),
         (torch.bfloat16, "none", True, UNQUANTIZED),
@@ -285,17 +285,17 @@ def test_draws_and_logprobs_are_the_same_alone_and_in_a_batch(saved: Callable[..
 )
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_the_mode_takes_products_of_compiled_code(
-    dtype: torch.dtype, quantization: Quantization, has_int4_weights: bool, expected: str, instruction_set: str
+    dtype: torch.dtype, quantization: Quantization, has_grouped_weights: bool, expected: str, instruction_set: str
 ) -> None:
     with using(instruction_set):
-        chosen = choose_backend(torch.device("cpu"), dtype, quantization, has_int4_weights, True)
+        chosen = choose_backend(torch.device("cpu"), dtype, quantization, has_grouped_weights, True)
     assert chosen == ("native", expected)
 
 
 def test_amx_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{LOADED_MODEL}.has_native_int8_weight", lambda: True)
     cpu = torch.device("cpu")
-    assert choose_backend(cpu, torch.bfloat16, "int8", has_int4_weights=True) == ("native", "int8-weight")
+    assert choose_backend(cpu, torch.bfloat16, "int8", has_grouped_weights=True) == ("native", "int8-weight")
     assert choose_backend(cpu, torch.bfloat16, "int8", True, is_deterministic=True) == ("native", "int8")
     with using(INSTRUCTION_SETS[0]):
         assert choose_backend(cpu, torch.bfloat16, "auto", True, is_deterministic=True) == ("native", "int4")
