@@ -84,12 +84,13 @@ class Served:
         host_blocks: int = 0,
         block_size: int = 4,
         speculation: Speculation | None = None,
+        max_num_seqs: int = 6,
     ) -> None:
         info = getattr(runner, "info", None)
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             self.pool,
-            max_num_seqs=6,
+            max_num_seqs=max_num_seqs,
             token_budget=19,
             max_model_len=120,
             clock=lambda: 0.0,

@@ -227,7 +227,7 @@ MODELS: dict[str, PreTrainedConfig] = {
         query_pre_attn_scalar=24,
         sliding_window=7,
         attn_logit_softcapping=0.3,
-        final_logit_softcapping=0.2,
+        final_logit_softcapping=8.0,  # at less, most logits of these weights are at the cap and tie
         **_NO_TOKENS,
     ),
     "gemma3": Gemma3TextConfig(
@@ -327,9 +327,10 @@ ONE_OF_EACH_FAMILY = list({config.model_type: name for name, config in reversed(
 def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Save a model with random weights, norms and biases included; return transformers' model."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if ("norm" in name or "bias" in name) and parameter.is_floating_point():  # a mask may be called bias
+        has_own = any(kind in name for kind in ("norm", "bias", "sinks"))
+        if has_own and parameter.is_floating_point():  # a mask may be called bias
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
