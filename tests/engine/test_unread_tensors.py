@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from pagoda_server.engine.core.errors import ConfigError
-from tests.engine.tiny_models import MODELS, load_runner, save_model
+from tests.engine.tiny_models import (
+    MODELS,
+    ShuffledBlocks,
+    load_runner,
+    next_chunk,
+    random_prompt,
+    save_model,
+    step_logits,
+)
 
 
-def with_tensor(folder: Path, model: str, name: str, tensor: torch.Tensor) -> Path:
-    """Save one of MODELS with one more tensor."""
-    save_model(MODELS[model], folder)
+def with_tensor(folder: Path, model: str, name: str, tensor: torch.Tensor) -> Any:
+    """Save one of MODELS with one more tensor; return transformers' model."""
+    theirs = save_model(MODELS[model], folder)
+    change_tensors(folder, lambda tensors: tensors | {name: tensor})
+    return theirs
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     path = folder / "model.safetensors"
-    save_file(load_file(path) | {name: tensor}, path)
-    return folder
+    save_file(change(load_file(path)), path)
+
+
+def check_logits(folder: Path, theirs: Any) -> None:
+    """Fail unless the folder's model computes what transformers computes."""
+    runner, prompt = load_runner(folder), random_prompt(20, seed=1)
+    logits = step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(prompt, 1))])
+    with torch.inference_mode():
+        torch.testing.assert_close(logits[0], theirs(torch.tensor([prompt])).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -48,21 +70,21 @@ def test_a_tensor_that_is_not_used_is_named(model: str, name: str, tmp_path: Pat
     ],
 )
 def test_tensors_that_change_nothing_are_left_out(model: str, name: str, tmp_path: Path) -> None:
-    load_runner(with_tensor(tmp_path, model, name, torch.ones(4)))
+    check_logits(tmp_path, with_tensor(tmp_path, model, name, torch.ones(4)))
 
 
 def test_biases_of_zeros_that_quantizers_write_are_left_out(tmp_path: Path) -> None:
-    load_runner(with_tensor(tmp_path, "llama", "model.layers.0.mlp.down_proj.bias", torch.zeros(4)))
+    check_logits(tmp_path, with_tensor(tmp_path, "llama", "model.layers.0.mlp.down_proj.bias", torch.zeros(4)))
 
 
 def test_layers_that_predict_more_tokens_are_left_out_as_far_as_the_config_has_them(tmp_path: Path) -> None:
     model = next(name for name, config in MODELS.items() if config.model_type == "glm4_moe")
     number = MODELS[model].num_hidden_layers
-    with_tensor(tmp_path, model, f"model.layers.{number}.eh_proj.weight", torch.ones(4))
+    theirs = with_tensor(tmp_path, model, f"model.layers.{number}.eh_proj.weight", torch.ones(4))
     path = tmp_path / "config.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
-    load_runner(tmp_path)
+    check_logits(tmp_path, theirs)
     path.write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=rf"model\.layers\.{number}\.eh_proj\.weight"):
         load_runner(tmp_path)
