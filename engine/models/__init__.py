@@ -27,6 +27,7 @@ checkpoints/gguf_config.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -77,6 +78,7 @@ def load_model(
         tensors: Tensors = RandomTensors(INT4 if config.has_grouped_weights else None)
     else:
         tensors = Checkpoint(folder, progress)
+        config = replace(config, names=config.names.as_in(tensors.has))
     decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs))
     if isinstance(tensors, Checkpoint) and make_weights is Weights:  # others read no tensor
         last = range(config.num_layers, config.num_layers + file.count("num_nextn_predict_layers", 0))

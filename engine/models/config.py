@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -295,6 +295,17 @@ class Names:
     down: str = "down_proj"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+
+    def as_in(self, has: Callable[[str], bool]) -> Names:
+        """These names, or those of a checkpoint that holds the base model alone.
+
+        has  whether the checkpoint has a tensor of this name
+
+        What transformers' AutoModel saves, such as Qwen3-Embedding and the first GPT-2, has no `model.` in front.
+        """
+        outer = ("embedding", "positions", "layers", "final_norm")
+        bare = replace(self, **{each: getattr(self, each).partition(".")[2] for each in outer})
+        return bare if has(f"{bare.embedding}.weight") and not has(f"{self.embedding}.weight") else self
 
 
 @dataclass(frozen=True, slots=True)

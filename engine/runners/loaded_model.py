@@ -26,6 +26,7 @@ from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
 from ..core.layer_groups import LayerGroups
 from ..models import Decoder, load_model, read_config
+from ..models.config import Names
 from ..models.weights import Checkpoint, Weights
 from .runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 
@@ -103,7 +104,7 @@ def load_for_serving(
     folder = Path(config.model)
     model = read_config(folder, config.max_model_len)  # first, because it names an architecture that is not supported
     with enough_memory("the weights", "--quantization"):  # it maps them
-        dtype = choose_dtype(config.dtype, folder, model.names.embedding)
+        dtype = choose_dtype(config.dtype, folder, model.names)
     cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     if device.type == "cpu" and cache_dtype == torch.int8 and dtype == torch.float16:
         raise ConfigError("--kv-cache-dtype int8: on a CPU the model can be in bfloat16 or float32, not in float16")
@@ -160,11 +161,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, folder: Path, embedding: str) -> torch.dtype:
+def choose_dtype(name: str, folder: Path, names: Names) -> torch.dtype:
     """`auto` means float32 for a checkpoint whose embedding is in float32, and bfloat16 for any other."""
     if name != "auto":
         return _DTYPES[name]
-    is_float32 = Checkpoint(folder).dtype_of(f"{embedding}.weight") == torch.float32
+    checkpoint = Checkpoint(folder)
+    is_float32 = checkpoint.dtype_of(f"{names.as_in(checkpoint.has).embedding}.weight") == torch.float32
     return torch.float32 if is_float32 else torch.bfloat16
 
 

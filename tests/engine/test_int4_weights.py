@@ -21,6 +21,7 @@ from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.checkpoints.weight_files import open_weights
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
+from pagoda_server.engine.models.config import Names
 from pagoda_server.engine.models.weights import Checkpoint, Rows
 from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype, load_for_serving
 from pagoda_server.kernels import (
@@ -217,7 +218,7 @@ def test_the_weights_take_the_bytes_that_they_take_in_the_file(whole: Path, monk
 
 
 def test_a_checkpoint_in_4_bits_is_served_in_bfloat16(whole: Path) -> None:
-    assert choose_dtype("auto", whole, "model.embed_tokens") == torch.bfloat16
+    assert choose_dtype("auto", whole, Names()) == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -94,3 +94,25 @@ def test_another_epsilon_of_xielu_is_refused(tmp_path: Path) -> None:
     with_tensor(tmp_path, "apertus", "model.layers.1.mlp.act_fn.eps", torch.tensor(-1e-3))
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.act_fn\.eps is .*; only -1e-06 is supported"):
         load_runner(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["smollm", "gpt2", "opt"])
+def test_a_checkpoint_of_the_base_model_has_names_without_a_prefix(model: str, tmp_path: Path) -> None:
+    theirs = save_model(MODELS[model], tmp_path)
+    config = (tmp_path / "config.json").read_bytes()
+    theirs.base_model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes(config)
+    assert not any(name.startswith(theirs.base_model_prefix) for name in load_file(tmp_path / "model.safetensors"))
+    check_logits(tmp_path, theirs)
+    change_tensors(tmp_path, lambda tensors: tensors | {"layers.7.self_attn.q_proj.weight": torch.ones(4)})
+    with pytest.raises(ConfigError, match=r"tensor layers\.7\.self_attn\.q_proj\.weight .* is not used"):
+        load_runner(tmp_path)
+
+
+def test_a_base_model_without_the_head_that_it_needs_is_refused(tmp_path: Path) -> None:
+    save_model(MODELS["llama"], tmp_path)
+    change_tensors(
+        tmp_path, lambda each: {name.removeprefix("model."): each[name] for name in each if "head" not in name}
+    )
+    with pytest.raises(ConfigError, match=r"tensor lm_head\.weight is missing"):
+        load_runner(tmp_path)
