@@ -539,6 +539,12 @@ def _gemma2(file: ConfigFile, name: str) -> ModelConfig:
     )
 
 
+def _vaultgemma(file: ConfigFile, name: str) -> ModelConfig:
+    """Google, 2025: Gemma 2 without norms behind its sublayers, trained with differential privacy."""
+    norms = LayerNorms(attention_before="input_layernorm", mlp_before="pre_feedforward_layernorm")
+    return replace(_gemma2(file, name), norms=norms)
+
+
 def _gemma3(file: ConfigFile, name: str) -> ModelConfig:
     """Gemma Team, 2025: norms on both sides and of each head; five of six layers have a window and another rotation."""
     config, kind = _gemma(file, name, "hidden_activation", "full_attention"), "sliding_attention"
@@ -793,6 +799,7 @@ FAMILIES = (
     Family("OlmoForCausalLM", "olmo", _olmo),
     Family("GemmaForCausalLM", "gemma", _gemma),
     Family("Gemma2ForCausalLM", "gemma2", _gemma2),
+    Family("VaultGemmaForCausalLM", "vaultgemma", _vaultgemma),
     Family("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     Family("MixtralForCausalLM", "mixtral", _mixtral),
     Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe),

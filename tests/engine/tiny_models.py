@@ -62,6 +62,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, WindowTable
@@ -228,6 +229,15 @@ MODELS: dict[str, PreTrainedConfig] = {
         sliding_window=7,
         attn_logit_softcapping=0.3,
         final_logit_softcapping=8.0,  # at less, most logits of these weights are at the cap and tie
+        **_NO_TOKENS,
+    ),
+    "vaultgemma": VaultGemmaConfig(
+        **_SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=7,
+        attn_logit_softcapping=0.3,
+        final_logit_softcapping=8.0,
         **_NO_TOKENS,
     ),
     "gemma3": Gemma3TextConfig(
