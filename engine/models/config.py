@@ -125,6 +125,18 @@ class ConfigFile:
             raise ConfigError(f"config.json: {name} must be a list of 0 and 1, not {shown(value)}")
         return [bool(item) for item in value]
 
+    def layer_numbers(self, name: str, num_layers: int, absent: float) -> list[float]:
+        """A number for each layer, none of them negative; `absent` for all if the file does not say."""
+        values = self._get(name)
+        if values is None:
+            return [absent] * num_layers
+        if not isinstance(values, list) or len(values) != num_layers:
+            raise ConfigError(f"config.json: {name} must be a list of {num_layers} numbers, not {shown(values)}")
+        for value in values:
+            if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+                raise ConfigError(f"config.json: {name} must hold numbers from 0, not {shown(value)}")
+        return [float(value) for value in values]
+
     def layers(self, name: str, num_layers: int) -> set[int]:
         """The numbers of layers in a list; none if the file does not say."""
         value = self._get(name) or []

@@ -176,6 +176,21 @@ def _granite(file: ConfigFile, name: str) -> ModelConfig:
     )
 
 
+def _granite_swa(file: ConfigFile, name: str) -> ModelConfig:
+    """IBM, 2026: Granite with sinks, a window on three of four layers, and a rotation of its own for each layer."""
+    file.assume("rms_norm_eps", 1e-5)
+    file.assume("tie_word_embeddings", True)
+    config = _granite(file, name)
+    window, rope = file.optional_size("sliding_window", absent=128), config.rotations[0]
+    usual = tuple(window if number % 4 else None for number in range(config.num_layers))
+    thetas = file.layer_numbers("layer_rope_theta", config.num_layers, rope.theta)
+    rotations = tuple(replace(rope, theta=theta) if theta else replace(rope, share=0.0) for theta in thetas)
+    for each in rotations:
+        each.check(config.head_dim)
+    windows = file.windows(config.num_layers, window, usual)
+    return replace(config, windows=windows, rotations=rotations, has_sinks=True)
+
+
 def _hyperclovax(file: ConfigFile, name: str) -> ModelConfig:
     """NAVER, 2025: Granite that multiplies logits where Granite divides, with norms on both sides of each sublayer."""
     config = _llama(file, name)
@@ -776,6 +791,7 @@ FAMILIES = (
     Family("Olmo3ForCausalLM", "olmo3", _olmo3),
     Family("SmolLM3ForCausalLM", "smollm3", _smollm3),
     Family("GraniteForCausalLM", "granite", _granite),
+    Family("GraniteSWAForCausalLM", "granite_swa", _granite_swa),
     Family("HyperCLOVAXForCausalLM", "hyperclovax", _hyperclovax),
     Family("GlmForCausalLM", "glm", _glm),
     Family("Glm4ForCausalLM", "glm4", _glm4),

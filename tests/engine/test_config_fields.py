@@ -259,3 +259,11 @@ def test_longrope_serves_short_contexts_unless_longer_ones_are_wanted(tmp_path: 
     assert read_config(tmp_path, max_model_len=4096).rotations[0].pair_factors[0] == 1.0
     assert read_config(tmp_path, max_model_len=4097).max_position_embeddings == 131072
     assert read_config(tmp_path, max_model_len=4097).rotations[0].pair_factors[0] == 1.1
+
+
+@pytest.mark.parametrize("thetas", ["x", [1e4], [1e4, -1.0], [1e4, float("nan")], [1e4, None], [1e4, 1e-320]])
+def test_a_theta_for_each_layer_must_give_frequencies(thetas: Any, tmp_path: Path) -> None:
+    fields = {"model_type": "granite_swa", **_sizes(2, 48, 80, 6, 2, 199, 256), "layer_rope_theta": thetas}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"config\.json: (layer_rope_theta must|the parameters of default RoPE give)"):
+        read_config(tmp_path)

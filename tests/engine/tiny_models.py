@@ -34,6 +34,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteSWAConfig,
     HeliumConfig,
     HyperCLOVAXConfig,
     InternLM3Config,
@@ -175,6 +176,17 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "granite, tied": GraniteConfig(
         **_SIZES, embedding_multiplier=3.0, attention_multiplier=0.2, logits_scaling=2.5, tie_word_embeddings=True
+    ),
+    "granite_swa": GraniteSWAConfig(
+        **_SIZES,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.5,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        layer_rope_theta=[500.0, 0],
+        **_NO_TOKENS,
     ),
     "glm": GlmConfig(**_SIZES, head_dim=8, **_NO_TOKENS),
     "glm4": Glm4Config(**_SIZES, head_dim=16, **_NO_TOKENS),
