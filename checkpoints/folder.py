@@ -31,15 +31,21 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
 
 def read_json_object(path: Path) -> dict[str, Json]:
     """Read one JSON object. Raises what read_bounded does, also if the file holds anything else."""
+    document = read_json(path)
+    if not isinstance(document, dict):
+        raise ValueError(f"holds a {type(document).__name__}, not an object")
+    return document
+
+
+def read_json(path: Path) -> Json:
+    """Read one JSON value. Raises what read_bounded does, also if the file is not JSON."""
     content = read_bounded(path, MAX_JSON_BYTES)
     try:
-        document = json.loads(content)
+        document: Json = json.loads(content)
     except RecursionError:
         raise ValueError("is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"holds a {type(document).__name__}, not an object")
     return document
 
 

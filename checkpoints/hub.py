@@ -28,6 +28,7 @@ from .progress import Progress
 LOCK = "hub"
 FOLDER_SUFFIXES = (".json", ".safetensors", ".jinja")
 PREFERRED_QUANTIZATIONS = ("Q4_K_M", "Q4_0", "Q8_0")
+_OF_FOLDER = re.compile(r"[^/]+|\d+_Pooling/config\.json")  # the pooling of an embedding model
 _NAME = re.compile(r"(?:(?:hf\.co|huggingface\.co)/)?([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+))?")
 
 
@@ -251,7 +252,7 @@ def _chosen(name: HubName, info: Any) -> list[_RemoteFile]:
                 return [quantized[each]]
         names = ", ".join(sorted(quantized)) or "no .gguf file that is whole"
         raise CheckpointError(f"{name.repository} has no GGUF file in {name.quantization}; it has {names}")
-    chosen = [file for file in files if "/" not in file.name and Path(file.name).suffix in FOLDER_SUFFIXES]
+    chosen = [file for file in files if _OF_FOLDER.fullmatch(file.name) and Path(file.name).suffix in FOLDER_SUFFIXES]
     if not chosen:
         raise CheckpointError(f"{name.repository} has neither safetensors weights nor a .gguf file")
     return chosen

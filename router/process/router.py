@@ -46,6 +46,7 @@ from ..request.services import Services
 from ..telemetry.logs import RequestLog
 from ..tenants.identity import Identities, Tenants, TenantsFile
 from ..tenants.quotas import Quotas
+from ..text.pooling import pooling_of
 from ..text.tokenizer import Tokenizer
 from .announce import Announcer
 from .call_guard import CallGuard, Refusal
@@ -278,6 +279,7 @@ class Router:
             has_tool_format=bool(self._format and self._format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
+            pooling=pooling_of(self._folder),
             other_name=self._folder.name if self._folder.name.startswith(f"{self._name}-") else "",  # of a .gguf file
             recommended=recommended,
         )

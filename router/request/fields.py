@@ -44,6 +44,7 @@ class Limits:
     max_kwargs_values  values in a chat's template_kwargs, nested ones included
     max_kwargs_depth   nesting of objects and lists in template_kwargs
     hidden_size        length of a hidden state
+    pooling            of a request to embed that leaves it out
     max_n              sequences from one input
     max_readouts       inputs to embed, or continuations to score, in one call
     max_request_id     characters of a request's id
@@ -65,6 +66,7 @@ class Limits:
     max_kwargs_values: int = 1024
     max_kwargs_depth: int = 16
     hidden_size: int = 0
+    pooling: inference_pb2.Pooling = inference_pb2.POOLING_LAST
     max_n: int = MAX_N
     max_readouts: int = 256
     max_logprobs: int = MAX_LOGPROBS

@@ -93,7 +93,7 @@ def validate_embed(request: inference_pb2.EmbedRequest, limits: Limits, served: 
         part_fields=tuple(name for _, name in found),
         cache=request.cache,
         priority=request.priority,
-        pooling=request.pooling or inference_pb2.POOLING_LAST,
+        pooling=request.pooling or limits.pooling,
         normalizes=request.normalize if request.HasField("normalize") else True,
         dimensions=request.dimensions if request.HasField("dimensions") else None,
     )

@@ -61,13 +61,14 @@ def fake_hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[FakeHub]:
 
         def _answer(self, is_head: bool) -> None:
             path = self.path.split("?")[0].strip("/").split("/")
+            name = "/".join(path[4:])
             if path[:2] == ["api", "models"] and "/".join(path[2:4]) in hub.repositories:
-                files = hub.siblings("/".join(path[2:4]))
+                siblings = hub.siblings("/".join(path[2:4]))
                 is_tree = path[4:5] == ["tree"]
-                about = {"id": "/".join(path[2:4]), "sha": REVISION, "siblings": files, "private": False}
-                self._send(json.dumps(files if is_tree else about).encode(), {"Content-Type": "application/json"})
-            elif path[2:3] == ["resolve"] and path[4] in hub.repositories.get("/".join(path[:2]), {}):
-                self._send_file(path[4], hub.repositories["/".join(path[:2])][path[4]], is_head)
+                about = {"id": "/".join(path[2:4]), "sha": REVISION, "siblings": siblings, "private": False}
+                self._send(json.dumps(siblings if is_tree else about).encode(), {"Content-Type": "application/json"})
+            elif path[2:3] == ["resolve"] and name in (files := hub.repositories.get("/".join(path[:2]), {})):
+                self._send_file(name, files[name], is_head)
             else:
                 self.send_response(404)
                 self.send_header("X-Error-Code", "RepoNotFound")

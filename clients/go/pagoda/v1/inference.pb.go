@@ -2429,7 +2429,7 @@ type EmbedRequest struct {
 	Model     string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// 1 to 256 inputs, computed together.
 	Inputs []*EmbedInput `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`
-	// Default LAST.
+	// Default: what the model was trained with, if its folder has the files of Sentence Transformers; otherwise LAST.
 	Pooling Pooling `protobuf:"varint,4,opt,name=pooling,proto3,enum=pagoda.v1.Pooling" json:"pooling,omitempty"`
 	// Scale each vector to a length of 1. Default true.
 	Normalize *bool `protobuf:"varint,5,opt,name=normalize,proto3,oneof" json:"normalize,omitempty"`

@@ -1204,7 +1204,7 @@ export type EmbedRequest = Message<"pagoda.v1.EmbedRequest"> & {
   inputs: EmbedInput[];
 
   /**
-   * Default LAST.
+   * Default: what the model was trained with, if its folder has the files of Sentence Transformers; otherwise LAST.
    *
    * @generated from field: pagoda.v1.Pooling pooling = 4;
    */

@@ -1,0 +1,79 @@
+"""The pooling of an embedding model is read from its folder, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.v1 import inference_pb2
+from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.text.pooling import pooling_of
+
+MODES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+]
+
+
+def write_pooling(folder: Path, config: Any, modules: Any = MODULES) -> None:
+    """Write the files of Sentence Transformers; `config` of the pooling."""
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def modes(*chosen: str) -> dict[str, Any]:
+    return {"word_embedding_dimension": 48} | {f"pooling_mode_{mode}": mode in chosen for mode in MODES}
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        (modes("lasttoken"), inference_pb2.POOLING_LAST),
+        (modes("mean_tokens"), inference_pb2.POOLING_MEAN),
+        (modes("cls_token"), inference_pb2.POOLING_CLS),
+        ({"pooling_mode": "mean"}, inference_pb2.POOLING_MEAN),
+    ],
+)
+def test_the_pooling_is_the_one_that_the_files_name(
+    config: Any, pooling: inference_pb2.Pooling, tmp_path: Path
+) -> None:
+    write_pooling(tmp_path, config, MODULES[:2])
+    assert pooling_of(tmp_path) == pooling
+    write_pooling(tmp_path, config)
+    assert pooling_of(tmp_path) == pooling
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "reason"),
+    [
+        (modes("max_tokens"), MODULES, "the pooling must be one of .*; it is max_tokens"),
+        (modes("cls_token", "mean_tokens"), MODULES, "it is cls_token, mean_tokens"),
+        (modes(), MODULES, "it is none"),
+        ({"pooling_mode": ["mean"]}, MODULES, "it is "),
+        ([], MODULES, "holds a list, not an object"),
+        (modes("lasttoken"), [*MODULES, {"type": "sentence_transformers.models.Dense"}], "they are .*, Dense"),
+        (modes("lasttoken"), MODULES[:1], "they are Transformer"),
+        (modes("lasttoken"), {"1": 2}, "they are none"),
+        (modes("lasttoken"), [7, None], "they are None, None"),
+        (modes("lasttoken"), [MODULES[0], MODULES[1] | {"path": "../1_Pooling"}], "must be a folder here"),
+        (modes("lasttoken"), [MODULES[0], MODULES[1] | {"path": 7}], "must be a folder here"),
+        (modes("lasttoken"), [MODULES[0], MODULES[1] | {"path": "2_Pooling"}], "there is no .*2_Pooling"),
+    ],
+)
+def test_vectors_that_embed_does_not_make_are_refused(config: Any, modules: Any, reason: str, tmp_path: Path) -> None:
+    write_pooling(tmp_path, config, modules)
+    with pytest.raises(ConfigError, match=reason) as error:
+        pooling_of(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"modules\.json is (nested too deep|not JSON)"):
+        pooling_of(tmp_path)
