@@ -114,6 +114,7 @@ class GgufFile:
         self.mapped = MappedFile(path)
         self._memory = self.mapped.memory
         self._position, self._num_texts = 4, 0
+        self._read: set[str] = set()
         try:
             version = self._scalar(_U32)
             if version not in VERSIONS:
@@ -141,8 +142,11 @@ class GgufFile:
         return self._value(key, bool, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, float, default)
-        return float(str(np.float32(value)))  # 1e-05, not float32's 9.999999747378752e-06
+        """Finite."""
+        value = float(str(np.float32(self._value(key, float, default))))  # 1e-05, not float32's 9.999999747378752e-06
+        if not math.isfinite(value):
+            raise CheckpointError(f"{self.name}: the metadata field {key} is {value}; a finite number is needed")
+        return value
 
     def texts(self, key: str) -> list[str]:
         array = self._array(key)
@@ -163,7 +167,19 @@ class GgufFile:
     def has(self, key: str) -> bool:
         return key in self._fields
 
+    def is_list(self, key: str) -> bool:
+        return isinstance(self._fields.get(key), _Array)
+
+    def unread(self, prefix: str) -> dict[str, Any]:
+        """The fields with this prefix that no one has asked for; a list counts as its length."""
+        return {
+            key: value.count if isinstance(value, _Array) else value
+            for key, value in self._fields.items()
+            if key.startswith(prefix) and key not in self._read
+        }
+
     def _value(self, key: str, kind: type[T], default: T | None) -> T:
+        self._read.add(key)
         value: Any = self._fields.get(key)
         if value is None:
             if default is None:

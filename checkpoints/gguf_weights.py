@@ -14,19 +14,10 @@ from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
 from .gguf_blocks import READERS
-from .gguf_config import FAMILIES, ROPE_FACTORS, ModelShape, read_shape
+from .gguf_config import LONG_FACTORS, SHORT_FACTORS, read_shape
+from .gguf_families import ROPE_FACTORS, Family, ModelShape, family_of
 from .gguf_file import TENSOR_TYPES, GgufFile, GgufTensor
 from .stored import Grouping, Groups, Rows, widened
-
-_PROJECTIONS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 _BLOCK_BYTES = {kind: num_bytes for kind, _, num_bytes in TENSOR_TYPES.values()}
 _WHOLE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -111,18 +102,17 @@ def open_gguf_weights(file: GgufFile) -> dict[str, StoredGguf]:
     Raises CheckpointError for an architecture that is not supported, a missing or unknown tensor, or a quantization
     that cannot be read.
     """
-    shape = read_shape(file)
-    names = _tensor_names(shape)
-    _check_names(file, names)
+    shape, family = read_shape(file), family_of(file)
+    names = _tensor_names(file, shape, family)
+    _check_names(file, names, shape)
     for tensor in file.tensors.values():
         _check_kind(file, tensor)
-    return {hf_name: _stored(file, file.tensors[name], shape) for name, hf_name in names.items()}
+    return {hf_name: _stored(file, file.tensors[name], shape, family) for name, hf_name in names.items()}
 
 
-def _stored(file: GgufFile, tensor: GgufTensor, shape: ModelShape) -> StoredGguf:
-    family = FAMILIES[shape.family]
-    is_norm = "norm" in tensor.name and len(tensor.shape) == 1
-    return StoredGguf(file, tensor, _row_order(file, tensor, shape), family.norm_offset if is_norm else 0.0)
+def _stored(file: GgufFile, tensor: GgufTensor, shape: ModelShape, family: Family) -> StoredGguf:
+    offset = family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
+    return StoredGguf(file, tensor, _row_order(file, tensor, shape, family), offset)
 
 
 def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
@@ -139,44 +129,51 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
         raise CheckpointError(message) from error
 
 
-def _tensor_names(shape: ModelShape) -> dict[str, str]:
+def _tensor_names(file: GgufFile, shape: ModelShape, family: Family) -> dict[str, str]:
     """The checkpoint's name of every tensor of a model of this shape, keyed by its GGUF name."""
-    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    if not shape.tied_embeddings:
-        names["output.weight"] = "lm_head.weight"
-    weights = {**_PROJECTIONS, **FAMILIES[shape.family].norms}
+    outer = {"token_embd": family.names.embedding, "output_norm": family.names.final_norm}
+    if not shape.is_tied:
+        outer["output"] = family.names.head
+    if family.names.positions:
+        outer["position_embd"] = family.names.positions
+    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in outer.items()}
+    if family.has_norm_bias:
+        names["output_norm.bias"] = f"{family.names.final_norm}.bias"
+    biased = {stem for group in shape.biases for stem in family.biases[group]}
+    absent = {stem for stem in family.optional if f"blk.0.{stem}.weight" not in file.tensors}
     for layer in range(shape.num_layers):
-        for ours, theirs in weights.items():
-            names[f"blk.{layer}.{ours}.weight"] = f"model.layers.{layer}.{theirs}.weight"
-        for projection in _biased_projections(shape):
-            names[f"blk.{layer}.{projection}.bias"] = f"model.layers.{layer}.{_PROJECTIONS[projection]}.bias"
+        prefix = f"{family.names.layers}.{layer}"
+        for ours, theirs in {**family.tensors, **family.mlp}.items():
+            if ours in absent:
+                continue
+            names[f"blk.{layer}.{ours}.weight"] = f"{prefix}.{theirs}.weight"
+            if ours in biased or (family.has_norm_bias and ours.endswith("norm")):
+                names[f"blk.{layer}.{ours}.bias"] = f"{prefix}.{theirs}.bias"
     return names
 
 
-def _biased_projections(shape: ModelShape) -> list[str]:
-    attention = ["attn_q", "attn_k", "attn_v"] if shape.qkv_bias else []
-    if shape.qkv_bias and shape.family == "llama":  # its attention_bias covers the output projection too
-        attention.append("attn_output")
-    return attention + (["ffn_gate", "ffn_up", "ffn_down"] if shape.mlp_bias else [])
-
-
-def _check_names(file: GgufFile, names: dict[str, str]) -> None:
+def _check_names(file: GgufFile, names: dict[str, str], shape: ModelShape) -> None:
     if missing := [name for name in names if name not in file.tensors]:
         raise CheckpointError(f"{file.name} lacks {len(missing)} of {len(names)} tensors, first {missing[0]}")
-    if unknown := [name for name in file.tensors if name not in names and name != ROPE_FACTORS]:
+    known = {*names, ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
+    if unknown := [name for name in file.tensors if name not in known]:
         raise CheckpointError(
             f"{file.name} has {len(unknown)} tensors unknown to its architecture, first {quoted(unknown[0])}"
         )
 
 
-def _row_order(file: GgufFile, tensor: GgufTensor, shape: ModelShape) -> NDArray[np.intp] | None:
-    """For each row of Q or K in the checkpoint, the GGUF's row that holds it; None if the orders agree.
-
-    The GGUF pairs rows 2i and 2i + 1 of a head for the rotary embedding; a checkpoint pairs i and i + head_dim / 2.
-    """
-    heads = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads}.get(tensor.name.split(".")[-2])
-    if heads is None or not FAMILIES[shape.family].interleaved_rotary:
+def _row_order(file: GgufFile, tensor: GgufTensor, shape: ModelShape, family: Family) -> NDArray[np.intp] | None:
+    """For each row of a tensor in the checkpoint, the GGUF's row that holds it; None if the orders agree."""
+    stem = tensor.name.split(".")[-2]
+    if family.is_permuted and stem in ("attn_q", "attn_k"):
+        heads, dims = shape.num_heads if stem == "attn_q" else shape.num_kv_heads, (shape.head_dim // 2, 2)
+    elif family.has_qkv_by_head and stem == "attn_qkv":
+        heads, dims = 3, (shape.num_heads, shape.head_dim)
+    else:
         return None
-    if (num_rows := tensor.shape[0]) != heads * shape.head_dim:
-        raise CheckpointError(f"{file.name}: {tensor.name} has {num_rows} rows, not {heads} heads of {shape.head_dim}")
-    return np.arange(num_rows).reshape(heads, shape.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    if (num_rows := tensor.shape[0]) != heads * dims[0] * dims[1]:
+        raise CheckpointError(
+            f"{file.name}: {tensor.name} has {num_rows} rows, not {heads} heads of {dims[0] * dims[1]}"
+        )
+    order = np.arange(num_rows).reshape(heads, *dims)
+    return (order.swapaxes(1, 2) if family.is_permuted else order.swapaxes(0, 1)).reshape(-1)

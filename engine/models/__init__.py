@@ -22,7 +22,7 @@ ops of torch would be missing from it.
 
 Prove it with an entry in MODELS of tests/engine/tiny_models.py. Tests then compare its logits and tokens with those of
 transformers, op by op, recorded, and on the kernels of a GPU. To serve the family from GGUF files, add an entry in
-checkpoints/gguf_config.py.
+checkpoints/gguf_families.py.
 """
 
 from __future__ import annotations

@@ -208,6 +208,25 @@ def test_context_beyond_a_sliding_window_is_not_offered(tmp_path: Path) -> None:
     assert config["max_position_embeddings"] == 96
 
 
+def test_fields_that_switch_nothing_on_are_accepted(tmp_path: Path) -> None:
+    imported(
+        with_metadata(
+            llama__attention__causal=True,
+            llama__attention__clamp_kqv=0.0,
+            llama__expert_count=0,
+            llama__expert_weights_scale=1.0,
+            llama__rope__scaling__attn_factor=1.0,
+            llama__vocab_size=264,
+        ),
+        tmp_path,
+    )
+
+
+def test_a_factor_without_a_type_scales_linearly(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(imported(with_metadata(llama__rope__scaling__factor=4.0), tmp_path))
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["factor"]) == ("linear", 4.0)
+
+
 def with_tensor(name: str, values: np.ndarray | None) -> TinyModel:
     tiny = tiny_model("llama")
     tiny.tensors[name] = values
@@ -234,10 +253,35 @@ UNUSABLE = {
     "4 heads and 2 key-value heads of 15 values": with_metadata(
         llama__attention__key_length=15, llama__attention__value_length=15
     ),
-    "mixture of experts": with_metadata(llama__expert_count=8),
+    "expert_count is 8; experts": with_metadata(llama__expert_count=8),
     "rope.dimension_count is 8": with_metadata(llama__rope__dimension_count=8),
-    "rotary frequencies by 'longrope'": with_metadata(
+    "rope.scaling.type is 'longrope'; supported": with_metadata(
         llama__rope__scaling__type="longrope", llama__rope__scaling__factor=4.0
+    ),
+    "llama.rope.freq_base is nan; a finite": with_metadata(llama__rope__freq_base=float("nan")),
+    "llama.rope.freq_base is inf; a finite": with_metadata(llama__rope__freq_base=float("inf")),
+    "llama.rope.freq_base is -10000.0; a positive": with_metadata(llama__rope__freq_base=-1e4),
+    "llama.rope.scaling.factor is -inf; a finite": with_metadata(llama__rope__scaling__factor=float("-inf")),
+    "llama.rope.scaling.factor is 0.0; a positive": with_metadata(llama__rope__scaling__factor=0.0),
+    "llama.rope.scaling.yarn_beta_fast is nan": with_metadata(
+        llama__rope__scaling__type="yarn",
+        llama__rope__scaling__factor=4.0,
+        llama__rope__scaling__original_context_length=64,
+        llama__rope__scaling__yarn_beta_fast=float("nan"),
+    ),
+    "llama.attention.layer_norm_rms_epsilon is nan; a finite": with_metadata(
+        llama__attention__layer_norm_rms_epsilon=float("nan")
+    ),
+    "llama.attention.layer_norm_rms_epsilon is -1e-05; a number from 0 to 1": with_metadata(
+        llama__attention__layer_norm_rms_epsilon=-1e-5
+    ),
+    "llama.attention.clamp_kqv is 8.0, which is not computed": with_metadata(llama__attention__clamp_kqv=8.0),
+    "llama.attention.max_alibi_bias is nan, which is not computed": with_metadata(
+        llama__attention__max_alibi_bias=float("nan")
+    ),
+    "llama.attention.causal is false": with_metadata(llama__attention__causal=False),
+    "llama.rope.dimension_sections is 4, which is not computed": with_metadata(
+        llama__rope__dimension_sections=[8, 8, 0, 0]
     ),
     "no metadata field llama.block_count": with_metadata(llama__block_count=None),
     "metadata field llama.block_count is a str, not a int": with_metadata(llama__block_count="two"),

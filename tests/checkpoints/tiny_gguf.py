@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -42,24 +43,10 @@ MODELS = {
 }
 # Their files hold 1 + weight of each norm, which rounds it.
 ROUNDED = {"gemma3": (Gemma3TextConfig, Gemma3ForCausalLM)}
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-NORMS = {"olmo2": POST_NORMS, "gemma3": POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}}
+ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+# Whose conversion changes the order of rows for interleaved rotary pairs, and adds 1 to the weights of norms.
+PERMUTED = ("llama", "smollm3", "granite", "arcee", "mistral3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
@@ -104,24 +91,30 @@ def tiny_model(family: str, seed: int = 0, **config: object) -> TinyModel:
 
 
 def gguf_tensors(family: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The tensors of a model as llama.cpp's conversion writes them, by the names of its own table."""
     config, tensors = model.config, {}
-    names = GGUF_NAMES | NORMS.get(family, {})
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", None)}
     for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
-        prefix, kind = name.rsplit(".", 1)
-        if prefix.startswith("model.layers."):
-            _, _, layer, rest = prefix.split(".", 3)
-            gguf_name = f"blk.{layer}.{names[rest]}.{kind}"
-        else:
-            gguf_name = f"{names[prefix]}.{kind}"
         values = parameter.float().numpy()
-        if family == "llama" and ".attn_q." in gguf_name:
-            values = interleave(values, config.num_attention_heads)
-        if family == "llama" and ".attn_k." in gguf_name:
-            values = interleave(values, config.num_key_value_heads)
-        tensors[gguf_name] = values + np.float32(family == "gemma3" and "norm" in gguf_name)
+        if family in PERMUTED and (projection := name.split(".")[-2]) in heads:
+            values = interleave(values, heads[projection])
+        if family == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            values = np.ascontiguousarray(values.T)
+        if family == "gptneox" and ".query_key_value." in name:  # of each head, to all queries first
+            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+            values = by_head.swapaxes(0, 1).reshape(values.shape)
+        for part, of_part in split_experts(family, name, values).items():
+            tensors[names.get_name(part, try_suffixes=(".weight", ".bias"))] = of_part + np.float32(
+                family in PLUS_ONE and name.endswith("norm.weight")
+            )
     return tensors
+
+
+def split_experts(family: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: values}
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
@@ -130,24 +123,51 @@ def interleave(values: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(by_half.swapaxes(1, 2).reshape(values.shape))
 
 
-def _metadata(family: str, config: object) -> dict[str, object]:
-    rope = config.rope_parameters
-    metadata: dict[str, object] = {
-        f"{family}.block_count": config.num_hidden_layers,
-        f"{family}.context_length": config.max_position_embeddings,
-        f"{family}.embedding_length": config.hidden_size,
-        f"{family}.feed_forward_length": config.intermediate_size,
-        f"{family}.attention.head_count": config.num_attention_heads,
-        f"{family}.attention.head_count_kv": config.num_key_value_heads,
-        f"{family}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{family}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+def _metadata(family: str, config: Any) -> dict[str, object]:
+    """What llama.cpp's conversion reads from these fields of config.json; None: it writes nothing."""
+
+    def of(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    ropes = config.rope_parameters if hasattr(config, "rope_parameters") else {}
+    rope = ropes.get("full_attention", ropes)
+    head_dim = of("head_dim") or config.hidden_size // config.num_attention_heads
+    kind, layer_types = rope.get("rope_type"), of("layer_types")
+    is_yarn, pattern = kind == "yarn", [each == "sliding_attention" for each in layer_types or []]
+    has_window = of("sliding_window") is not None and of("use_sliding_window") is not False
+    fields = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": of("intermediate_size", "n_inner") or 4 * config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": 1 if of("multi_query") else of("num_key_value_heads"),
+        "attention.layer_norm_rms_epsilon": of("rms_norm_eps"),
+        "attention.layer_norm_epsilon": of("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+        "rope.freq_base": rope.get("rope_theta"),
+        "rope.freq_base_swa": ropes.get("sliding_attention", {}).get("rope_theta"),
+        "rope.scaling.type": kind if kind in ("linear", "yarn") else None,
+        "rope.scaling.factor": rope.get("factor") if kind in ("linear", "yarn") else None,
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings") if is_yarn else None,
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+        "attention.sliding_window": config.sliding_window if has_window and family != "starcoder2" else None,
+        "attention.sliding_window_pattern": pattern if has_window and any(pattern) else None,
+        "attn_logit_softcapping": of("attn_logit_softcapping"),
+        "final_logit_softcapping": of("final_logit_softcapping"),
+        "embedding_scale": of("embedding_multiplier"),
+        "attention.scale": of("attention_multiplier"),
+        "residual_scale": of("residual_multiplier"),
+        "logit_scale": of("logits_scaling", "logit_scale"),
+        "use_parallel_residual": of("use_parallel_residual"),
     }
-    if family == "gemma3":
-        metadata["gemma3.attention.sliding_window"] = config.sliding_window
-    if head_dim := getattr(config, "head_dim", None):
-        metadata[f"{family}.attention.key_length"] = head_dim
-        metadata[f"{family}.attention.value_length"] = head_dim
-    return metadata
+    if of("head_dim"):
+        fields |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    if (share := rope.get("partial_rotary_factor")) is not None:
+        fields["rope.dimension_count"] = int(head_dim * share)
+    if kind == "longrope":
+        fields["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+    return {f"{family}.{name}": value for name, value in fields.items() if value is not None}
 
 
 def bpe_vocabulary() -> dict[str, object]:

@@ -1,0 +1,505 @@
+"""The architectures of GGUF files that are imported: a row of FAMILIES for each, where a new one is an entry.
+
+What the rows say are the conventions of llama.cpp's conversion; what it leaves out of a file because all models of the
+architecture share it is a constant here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .folder import CheckpointError, quoted
+from .gguf_file import GgufFile
+
+ROPE_FACTORS = "rope_freqs.weight"
+GEMMA3_27B_LAYERS, GEMMA2_27B_LAYERS = 62, 46
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # how routers weigh experts, in expert_gating_func
+
+# Fields that change nothing: sizes that tensors have too, the epsilon of norms that the architecture does not have,
+# how a model was trained, and how texts are embedded, which a request decides.
+_INERT = frozenset(
+    {
+        "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",
+        "attention.layer_norm_rms_epsilon", "attention.sliding_window_pattern", "pooling_type",
+        "expert_feed_forward_length", "expert_shared_feed_forward_length",
+    }
+)  # fmt: skip
+# Values of other fields that switch nothing on, where that is neither 0 nor false.
+_NEUTRAL: Mapping[str, object] = {
+    "attention.causal": True,
+    "expert_weights_scale": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+
+
+class Fields:
+    """The metadata of a file's architecture, by names without that of the architecture.
+
+    Each method raises a CheckpointError that names the field and its value if it is missing or wrong.
+    """
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+
+    def key(self, name: str) -> str:
+        return f"{self.file.architecture}.{name}"
+
+    def error(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.name}: {self.key(name)} is {quoted(problem)}")
+
+    def has(self, name: str) -> bool:
+        return self.file.has(self.key(name))
+
+    def text(self, name: str, default: str) -> str:
+        return self.file.text(self.key(name), default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self.file.flag(self.key(name), default)
+
+    def count(self, name: str, default: int) -> int:
+        """A whole number, zero included."""
+        if (value := self.file.integer(self.key(name), default)) < 0:
+            raise self.error(name, f"{value}, below 0")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        if (value := self.file.integer(self.key(name), default)) < 1:
+            raise self.error(name, f"{value}; a positive number is needed")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        if (value := self.file.number(self.key(name), default)) <= 0:
+            raise self.error(name, f"{value}; a positive number is needed")
+        return value
+
+    def norm_eps(self, name: str) -> float:
+        if not 0 <= (value := self.file.number(self.key(name))) <= 1:
+            raise self.error(name, f"{value}; a number from 0 to 1 is needed")
+        return value
+
+    def expect(self, name: str, *values: object) -> None:
+        """Raise CheckpointError for another whole number or flag, which the architecture does not have here."""
+        if not self.has(name):
+            return
+        value = self.flag(name, False) if isinstance(values[0], bool) else self.count(name, 0)
+        if value not in values:
+            raise self.error(name, f"{value}; {values[0]} is supported")
+
+    def layer_types(self, num_layers: int, every: int) -> list[str]:
+        """Which layers have a window: all but one of each `every`, the last, unless the file has another pattern."""
+        key = self.key("attention.sliding_window_pattern")
+        if self.file.is_list(key):
+            if len(has_window := self.file.integers(key)) != num_layers:
+                raise self.error(
+                    "attention.sliding_window_pattern", f"a list of {len(has_window)} for {num_layers} layers"
+                )
+        else:
+            every = self.size("attention.sliding_window_pattern", every)
+            has_window = [(number + 1) % every for number in range(num_layers)]
+        return ["sliding_attention" if each else "full_attention" for each in has_window]
+
+    def refuse_unread(self) -> None:
+        """Raise CheckpointError for a field that was not read, unless it cannot change what is computed."""
+        prefix = self.key("")
+        for key, value in self.file.unread(prefix).items():
+            name = key.removeprefix(prefix)
+            if name not in _INERT and value not in (_NEUTRAL.get(name, 0), 0, ""):
+                raise CheckpointError(
+                    f"{self.file.name}: {quoted(key)} is {quoted(value)}, which is not computed for this architecture"
+                )
+            if name == "attention.causal" and value is False:
+                raise self.error(name, "false; only causal attention is supported")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What both the configuration and the weights depend on; queries, keys and values share `head_dim`.
+
+    biases       the groups of biases that the file has, by their fields of config.json
+    num_experts  0: all layers are dense
+    num_dense    how many of the first layers are dense
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    vocab_size: int
+    biases: frozenset[str]
+    is_tied: bool
+    num_experts: int
+    num_dense: int
+
+
+@dataclass(frozen=True, slots=True)
+class OuterNames:
+    """What a checkpoint calls the tensors around its layers, and what precedes the number of a layer."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    positions: str = ""
+
+
+Config = Mapping[str, Any]
+FurtherFields = Callable[[Fields, ModelShape, Config], Config]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture's files differ from those of others.
+
+    Names of tensors are those of a layer, the GGUF's and the checkpoint's, without .weight and .bias.
+
+    tensors          that all layers have
+    mlp              those of dense layers
+    experts          those of layers with experts. One whose name has {} is divided among the experts
+    optional         of these, what models have in all layers or in none
+    biases           which tensors have biases together, by the field of config.json that says so; "": in every file
+    has_norm_bias    norms have biases
+    model_type       in config.json; empty: the GGUF's name of the architecture
+    is_permuted      the GGUF pairs rows 2i and 2i + 1 of a head of Q and K for the rotation, the checkpoint does not
+    has_qkv_by_head  the checkpoint has the query, key and value of one head after the other, the GGUF all queries first
+    rotates_part     heads may be rotated in part
+    norm_offset      what the GGUF has added to the weights of norms
+    norm_eps         the GGUF's name of the norms' epsilon, and that in config.json
+    activation       the name and value of its field in config.json
+    has_windows      a layer's window is computed; otherwise the context is cut to the window
+    fields           further fields of config.json
+    """
+
+    transformers_class: str
+    tensors: Mapping[str, str]
+    mlp: Mapping[str, str]
+    experts: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_norm_bias: bool = False
+    model_type: str = ""
+    names: OuterNames = OuterNames()
+    is_permuted: bool = False
+    has_qkv_by_head: bool = False
+    rotates_part: bool = False
+    norm_offset: float = 0.0
+    norm_eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    has_windows: bool = False
+    fields: FurtherFields = lambda fields, shape, config: {}
+
+
+_QKV = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+_ATTENTION = {**_QKV, "attn_output": "self_attn.o_proj"}
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_SANDWICH_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_UNGATED = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_GATED = {"ffn_gate": "mlp.gate_proj", **_UNGATED}
+_FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_OF_QKV, _OF_ATTENTION, _OF_MLP = tuple(_QKV), tuple(_ATTENTION), tuple(_GATED)
+_LAYER_NORM_EPS = "attention.layer_norm_epsilon"
+
+
+def _gemma2_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    """What Gemma's files leave out is the same in all sizes, but that the largest scales scores by another size."""
+    is_largest = shape.num_layers == GEMMA2_27B_LAYERS
+    return {
+        "sliding_window": fields.size("attention.sliding_window", 4096),
+        "layer_types": fields.layer_types(shape.num_layers, 2),
+        "query_pre_attn_scalar": shape.hidden_size // shape.num_heads if is_largest else shape.head_dim,
+        "attn_logit_softcapping": fields.positive("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.positive("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    is_largest = shape.num_layers == GEMMA3_27B_LAYERS
+    return {
+        "sliding_window": fields.size("attention.sliding_window"),
+        "layer_types": fields.layer_types(shape.num_layers, 6),
+        "rope_local_base_freq": fields.positive("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": shape.hidden_size // shape.num_heads if is_largest else shape.head_dim,
+    }
+
+
+def _olmo3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    """Layers with a window rotate without the scaling of the others."""
+    local = fields.positive("rope.freq_base_swa", config["rope_theta"])
+    whole = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {"rope_type": "default"})}
+    return {
+        "sliding_window": fields.size("attention.sliding_window"),
+        "layer_types": fields.layer_types(shape.num_layers, 4),
+        "rope_parameters": {
+            "full_attention": whole,
+            "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+        },
+        "rope_scaling": None,
+    }
+
+
+def _phi3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    window, scaling = fields.count("attention.sliding_window", 0), config["rope_scaling"]
+    if scaling is None or scaling["rope_type"] != "longrope":
+        return {"sliding_window": window or None}
+    original = scaling["original_max_position_embeddings"]
+    return {"sliding_window": window or None, "original_max_position_embeddings": original}
+
+
+def _granite_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    fields.expect("rope.scaling.finetuned", True)  # false: llama.cpp does not rotate
+    return {
+        "embedding_multiplier": fields.positive("embedding_scale", 1.0),
+        "attention_multiplier": fields.positive("attention.scale", shape.head_dim**-0.5),
+        "residual_multiplier": fields.positive("residual_scale", 1.0),
+        "logits_scaling": fields.positive("logit_scale"),
+    }
+
+
+def _stablelm_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    """As in llama.cpp, sublayers are parallel if layers have one norm."""
+    is_parallel = "blk.0.ffn_norm.weight" not in fields.file.tensors
+    fields.expect("use_parallel_residual", is_parallel)
+    return {"use_parallel_residual": is_parallel}
+
+
+def _gpt_neox_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    return {"use_parallel_residual": fields.flag("use_parallel_residual", True)}
+
+
+def _cohere_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    return {"logit_scale": fields.positive("logit_scale")}
+
+
+def _cohere2_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    local = fields.positive("rope.freq_base_swa", config["rope_theta"])
+    if local != config["rope_theta"]:
+        raise fields.error("rope.freq_base_swa", f"{local}; only that of all layers is supported")
+    return {
+        "logit_scale": fields.positive("logit_scale"),
+        "sliding_window": fields.size("attention.sliding_window"),
+        "layer_types": fields.layer_types(shape.num_layers, 4),
+    }
+
+
+def _exaone4_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    if not (window := fields.count("attention.sliding_window", 0)):
+        return {"sliding_window": None, "layer_types": ["full_attention"] * shape.num_layers}
+    return {"sliding_window": window, "layer_types": fields.layer_types(shape.num_layers, 4)}
+
+
+def _ministral3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    rope = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {"rope_type": "default"})}
+    if fields.has("rope.scaling.yarn_log_multiplier"):
+        rope |= {"mscale": 1.0, "mscale_all_dim": fields.positive("rope.scaling.yarn_log_multiplier")}
+    if fields.has("attention.temperature_scale"):
+        rope["llama_4_scaling_beta"] = fields.positive("attention.temperature_scale")
+    return {"rope_parameters": rope, "rope_scaling": None}
+
+
+_LLAMA = Family(
+    "LlamaForCausalLM",
+    _ATTENTION | _PRE_NORMS,
+    _GATED,
+    biases={"attention_bias": _OF_ATTENTION, "mlp_bias": _OF_MLP},
+    is_permuted=True,
+)
+_OLMO2 = Family("Olmo2ForCausalLM", _ATTENTION | _POST_NORMS | _QK_NORMS, _GATED)
+_GPT_BIGCODE = Family(
+    "GPTBigCodeForCausalLM",
+    {"attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "attn_norm": "ln_1", "ffn_norm": "ln_2"},
+    {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    biases={"": ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
+    has_norm_bias=True,
+    model_type="gpt_bigcode",
+    names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f", positions="transformer.wpe"),
+    norm_eps=(_LAYER_NORM_EPS, "layer_norm_epsilon"),
+    activation=("activation_function", "gelu_pytorch_tanh"),
+    fields=lambda fields, shape, config: {"multi_query": True},
+)
+
+FAMILIES = {
+    "llama": _LLAMA,
+    "qwen2": Family("Qwen2ForCausalLM", _ATTENTION | _PRE_NORMS, _GATED, biases={"": _OF_QKV}),
+    "qwen3": Family("Qwen3ForCausalLM", _ATTENTION | _PRE_NORMS | _QK_NORMS, _GATED),
+    "olmo2": _OLMO2,
+    "olmo2 with windows": replace(
+        _OLMO2, transformers_class="Olmo3ForCausalLM", model_type="olmo3", has_windows=True, fields=_olmo3_fields
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        _GATED,
+        norm_offset=1.0,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _ATTENTION | _SANDWICH_NORMS,
+        _GATED,
+        norm_offset=1.0,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        has_windows=True,
+        fields=_gemma2_fields,
+    ),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        _ATTENTION | _SANDWICH_NORMS | _QK_NORMS,
+        _GATED,
+        norm_offset=1.0,
+        model_type="gemma3_text",
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        has_windows=True,
+        fields=_gemma3_fields,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **_PRE_NORMS},
+        _FUSED,
+        rotates_part=True,
+        has_windows=True,
+        fields=_phi3_fields,
+    ),
+    # Files do not say which layers rotate: three of four do.
+    "smollm3": replace(_LLAMA, transformers_class="SmolLM3ForCausalLM"),
+    "granite": replace(_LLAMA, transformers_class="GraniteForCausalLM", fields=_granite_fields),
+    "arcee": replace(
+        _LLAMA,
+        transformers_class="ArceeForCausalLM",
+        mlp=_UNGATED,
+        biases={"attention_bias": _OF_ATTENTION, "mlp_bias": tuple(_UNGATED)},
+        activation=("hidden_act", "relu2"),
+    ),
+    "mistral3": replace(
+        _LLAMA,
+        transformers_class="Ministral3ForCausalLM",
+        model_type="ministral3",
+        biases={},
+        fields=_ministral3_fields,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        {
+            **_ATTENTION,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        _FUSED,
+        biases={"attention_bias": _OF_QKV},
+        rotates_part=True,
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        _ATTENTION | _POST_NORMS | _QK_NORMS,
+        _GATED,
+        has_windows=True,
+        fields=_exaone4_fields,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        {**_ATTENTION, "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+        _GATED,
+        biases={"attention_bias": _OF_QKV, "attention_out_bias": ("attn_output",), "mlp_bias": _OF_MLP},
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        _GATED,
+        biases={"use_bias": (*_OF_ATTENTION, *_OF_MLP)},
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        biases={"use_bias": (*_OF_ATTENTION, "ffn_up", "ffn_down")},
+        has_norm_bias=True,
+        norm_eps=(_LAYER_NORM_EPS, "norm_epsilon"),
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        _GATED,
+        optional=frozenset({"ffn_norm"}),
+        biases={"use_qkv_bias": _OF_QKV},
+        has_norm_bias=True,
+        rotates_part=True,
+        norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
+        fields=_stablelm_fields,
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        _UNGATED,
+        biases={"attention_bias": _OF_ATTENTION, "mlp_bias": tuple(_UNGATED)},
+        has_norm_bias=True,
+        rotates_part=True,
+        norm_offset=1.0,
+        norm_eps=(_LAYER_NORM_EPS, "norm_eps"),
+        activation=("hidden_act", "relu2"),
+    ),
+    "command-r": Family(
+        "CohereForCausalLM",
+        {**_ATTENTION, "attn_norm": "input_layernorm"},
+        _GATED,
+        model_type="cohere",
+        norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
+        fields=_cohere_fields,
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        {**_ATTENTION, "attn_norm": "input_layernorm"},
+        _GATED,
+        norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
+        has_windows=True,
+        fields=_cohere2_fields,
+    ),
+    "gptneox": Family(
+        "GPTNeoXForCausalLM",
+        {
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+        },
+        {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"},
+        biases={"attention_bias": ("attn_qkv", "attn_output"), "": ("ffn_up", "ffn_down")},
+        has_norm_bias=True,
+        model_type="gpt_neox",
+        names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
+        has_qkv_by_head=True,
+        rotates_part=True,
+        norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
+        activation=("hidden_act", "gelu"),
+        fields=_gpt_neox_fields,
+    ),
+    "starcoder": _GPT_BIGCODE,
+    # GPT-2's checkpoints are transposed, but those of GPT-BigCode with keys for each head are the same model.
+    "gpt2": replace(_GPT_BIGCODE, has_qkv_by_head=True, fields=lambda fields, shape, config: {"multi_query": False}),
+}
+
+
+def family_of(file: GgufFile) -> Family:
+    """The row of a file's architecture. Raises CheckpointError if there is none."""
+    name, fields = file.architecture, Fields(file)
+    if name == "olmo2" and fields.count("attention.sliding_window", 0):
+        name = "olmo2 with windows"
+    if name not in FAMILIES:
+        raise CheckpointError(
+            f"{file.name}: architecture {quoted(name)} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
