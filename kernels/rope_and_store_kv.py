@@ -18,11 +18,12 @@ from .rms_norm import rms_norm, rms_norm_cpu
 class HeadNorms:
     """The weights by which `rms_norm` normalizes queries and keys before they are rotated, in the dtype of the heads.
 
-    query  [head_dim] to normalize each head, or [num_heads * head_dim] to normalize all heads of a token at once
+    query  [head_dim] to normalize each head, or [num_heads * head_dim] to normalize all heads of a token at once;
+           None: queries are left as they are
     key    [head_dim] or [num_kv_heads * head_dim], likewise
     """
 
-    query: Tensor
+    query: Tensor | None
     key: Tensor
     eps: float
 
@@ -30,7 +31,9 @@ class HeadNorms:
         """Return a copy of `rope_and_store_kv`'s `qkv` with normalized queries and keys."""
         queries, keys, values = qkv.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         parts = [
-            rms_norm(heads.reshape(len(qkv), -1, len(weight)), weight, self.eps).view(heads.shape)
+            heads
+            if weight is None
+            else rms_norm(heads.reshape(len(qkv), -1, len(weight)), weight, self.eps).view(heads.shape)
             for heads, weight in ((queries, self.query), (keys, self.key))
         ]
         return torch.cat((*parts, values), dim=1)
@@ -152,8 +155,9 @@ def _normalise_native(qkv: Tensor, kv: PagedKV, norms: HeadNorms) -> Tensor:
     assert native is not None
     out = empty(*qkv.shape, dtype=qkv.dtype)
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
-    addresses = qkv.data_ptr(), norms.query.data_ptr(), norms.key.data_ptr(), out.data_ptr()
-    sizes = num_tokens, num_heads, kv.num_kv_heads, kv.head_dim, len(norms.query), len(norms.key)
+    query_size = 0 if norms.query is None else len(norms.query)
+    addresses = qkv.data_ptr(), address(norms.query), norms.key.data_ptr(), out.data_ptr()
+    sizes = num_tokens, num_heads, kv.num_kv_heads, kv.head_dim, query_size, len(norms.key)
     native.head_norms(DTYPES[qkv.dtype], *addresses, *sizes, norms.eps)
     return out
 

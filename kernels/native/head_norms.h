@@ -9,7 +9,7 @@ namespace pagoda {
 
 struct HeadNormArgs {
     const void* qkv;                 // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-    const void *query, *key;         // [query_size], [key_size]: head_dim to normalize each head, or all heads of a token at once
+    const void *query, *key;         // [query_size], [key_size]: head_dim to normalize each head, or all heads of a token at once; no query: copied
     void* out;                       // like qkv: values are copied
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, query_size, key_size;
     float eps;
@@ -25,8 +25,12 @@ inline void head_norms(ThreadPool& pool, const Ops& ops, Dtype dtype, const Head
         for (int64_t token = part * tokens_a_part; token < end; token++) {
             const char* from = static_cast<const char*>(args.qkv) + token * token_bytes;
             char* to = static_cast<char*>(args.out) + token * token_bytes;
-            int64_t query_rows = args.num_heads * args.head_dim / args.query_size;
-            ops.norm(alone, dtype, {from, args.query, nullptr, nullptr, dtype, to, query_rows, args.query_size, args.eps, false});
+            if (args.query) {
+                int64_t query_rows = args.num_heads * args.head_dim / args.query_size;
+                ops.norm(alone, dtype, {from, args.query, nullptr, nullptr, dtype, to, query_rows, args.query_size, args.eps, false});
+            } else {
+                std::memcpy(to, from, args.num_heads * head_bytes);
+            }
             from += args.num_heads * head_bytes;
             to += args.num_heads * head_bytes;
             int64_t key_rows = args.num_kv_heads * args.head_dim / args.key_size;

@@ -39,7 +39,8 @@ def rope_and_store_kv_triton(
     positions: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in one pass, after another for norms over all heads at once. Pages must be contiguous."""
-    if norms is not None and (len(norms.query), len(norms.key)) != (kv.head_dim, kv.head_dim):
+    weights = () if norms is None else (norms.query, norms.key)
+    if norms is not None and any(weight is not None and len(weight) != kv.head_dim for weight in weights):
         qkv, norms = norms.apply(qkv, kv.num_kv_heads, rms_norm_triton), None
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] - 2 * kv.num_kv_heads
     queries = torch.empty(num_tokens, num_heads, kv.head_dim, dtype=qkv.dtype, device=qkv.device)

@@ -104,6 +104,19 @@ def test_queries_and_keys_but_not_values_are_normalised_first_by_head_or_at_once
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("key_size", [16, 32])
+def test_queries_are_left_as_they_are_where_keys_alone_have_a_norm(backend: Backend, key_size: int) -> None:
+    qkv, angle, slots = torch.randn(3, 10, 16) * 7, angles(3, 16), torch.tensor([3, 0, 9])
+    key = torch.randn(key_size)
+    kv, kv_of_both, kv_of_none = (empty_pages(2, 16) for _ in range(3))
+    q = backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv, HeadNorms(None, key, 1e-6))
+    both = HeadNorms(torch.ones(3 * key_size), key, 1e-6)
+    backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv_of_both, both)
+    torch.testing.assert_close(kv.keys, kv_of_both.keys, equal_nan=True)
+    assert torch.equal(q, backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv_of_none))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("head_dim", [8, 10, 64])
 @pytest.mark.parametrize("dtype", GREATEST, ids=str)
 def test_pages_in_8_bits_hold_heads_divided_by_their_scales(

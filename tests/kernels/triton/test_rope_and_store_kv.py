@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def norms_at_once(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("kind", ["no norms", "norms of heads", "norms of all heads at once"])
+@pytest.mark.parametrize("kind", ["no norms", "norms of heads", "norms of keys", "norms of all heads at once"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim"),
     [(1, 1, 1, 2), (3, 6, 2, 10), (4, 9, 3, 64), (2, 8, 8, 80), (2, 4, 1, 96), (3, 32, 8, 128), (2, 4, 2, 256)],
@@ -55,6 +57,7 @@ def test_queries_keys_and_values_are_those_of_the_reference(
     norms = {
         "no norms": None,
         "norms of heads": head_norms(head_dim, dtype),
+        "norms of keys": replace(head_norms(head_dim, dtype), query=None),
         "norms of all heads at once": norms_at_once(heads, kv_heads, head_dim, dtype),
     }[kind]
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, device=DEVICE)[:tokens]
