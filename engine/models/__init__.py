@@ -7,7 +7,8 @@ add a family, copy the function of the nearest one and write down what its class
 sizes       `ModelConfig.read` reads what families share, with what this one assumes where config.json does not say.
             Methods of ConfigFile read the rest and raise errors that name the field. A field that no one reads is
             refused by its name, unless inert_fields.py has it; so is a tensor, unless inert_tensors.py has it.
-norms       LayerNorms names those before and behind each sublayer; head_norms are those of queries and keys.
+norms       LayerNorms names those before and behind each sublayer; head_norms are those of queries and keys,
+            before they are rotated or (`head_norms_behind`) once they have been.
 attention   `windows` and `rotations` have an entry for each layer. A rotation may turn a part of a head, or none of it,
             and pairs may be interleaved. `score_scale` replaces 1 / √head_dim.
 projections biases, and what the checkpoint calls them: `Names` has those of Llama, and fused ones.

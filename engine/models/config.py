@@ -221,6 +221,21 @@ class ConfigFile:
         trained = self.size("max_position_embeddings")
         return replace(RopeConfig.parse(parameters, theta, trained, original, self.max_model_len), share=float(part))
 
+    def fold_rope_alpha(self, head_dim: int) -> None:
+        """Replace dynamic RoPE with an alpha, which fixes its frequencies, by the default RoPE of another theta."""
+        for name in ("rope_scaling", "rope_parameters"):
+            parameters = self._get(name)
+            if not isinstance(parameters, dict) or not (alpha := parameters.get("alpha")):
+                continue
+            theta = parameters.get("rope_theta", self._get("rope_theta", DEFAULT_ROPE_THETA))
+            if "dynamic" not in (parameters.get("rope_type"), parameters.get("type")):
+                continue
+            try:
+                theta = float(theta * alpha ** (head_dim / (head_dim - 2)))
+            except (ArithmeticError, TypeError):
+                raise ConfigError(f"config.json: alpha {shown(alpha)} of dynamic RoPE gives no frequencies") from None
+            self._fields[name] = {"rope_type": "default", "rope_theta": theta}
+
     def has_rope_of(self, kind: str) -> bool:
         """Whether the file has a rotation for this kind of layers alone."""
         parameters = self._get("rope_parameters")
@@ -388,6 +403,7 @@ class ModelConfig:
     is_interleaved           the checkpoint rotates dimension 2i with 2i + 1
     qkv_bias, output_bias    whether the attention's projections have biases
     head_norms               queries and keys are normalised before they are rotated: each head, or all heads at once
+    head_norms_behind        they are normalised, each head, once they have been rotated
     names                    of the checkpoint's tensors
     subtracts_mean           norms of the stream subtract the mean (Ba et al., 2016); otherwise they are RMSNorm
     norm_bias                norms of the stream have biases
@@ -429,6 +445,7 @@ class ModelConfig:
     mlp_bias: bool = False
     norms: LayerNorms = PRE_NORMS
     head_norms: Literal["", "each", "all"] = ""
+    head_norms_behind: bool = False
     is_interleaved: bool = False
     names: Names = Names()
     subtracts_mean: bool = False

@@ -164,8 +164,11 @@ class Attention:
         # Kernels divide scores by √head_dim: another scale is folded into what makes the queries.
         scale = 1.0 if config.score_scale is None else config.score_scale * math.sqrt(config.head_dim)
         self._norms = _head_norms(weights, name, config, order, scale) if config.head_norms else None
+        self._query_norm: Norm | None = None
+        if config.head_norms_behind:
+            self._norms, self._query_norm = _head_norms_behind(weights, name, config, scale)
         hidden, query = config.hidden_size, config.query_size
-        rows = _query_key_value(name, config, order, 1.0 if config.head_norms else scale)
+        rows = _query_key_value(name, config, order, 1.0 if self._norms else scale)
         self._qkv = weights.linear(rows, hidden, config.qkv_bias)
         output = Rows(
             f"{name}.{config.names.output}",
@@ -181,6 +184,8 @@ class Attention:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
         qkv, turn = self._qkv(x).view(len(x), -1, self._head_dim), step.rotations[self._rotation]
         q = self._ops.rope_and_store_kv(qkv, turn.cosines, turn.sines, step.slots, kv, self._norms, step.positions)
+        if self._query_norm is not None:
+            q = self._query_norm(q.flatten(0, 1)).view(q.shape)
         attended = self._ops.paged_attention(q, kv, step.attention[self._window], self._scoring)
         return self._output(attended.flatten(1))
 
@@ -218,6 +223,19 @@ def _head_norms(weights: Weights, name: str, config: ModelConfig, order: Tensor 
         )
     )
     return HeadNorms(query, key, config.norm_eps)
+
+
+def _head_norms_behind(weights: Weights, name: str, config: ModelConfig, scale: float) -> tuple[HeadNorms, Norm]:
+    """Norms of rotated heads: a rotation leaves a head's length as it is, so that of keys can come before it.
+
+    Scores are sums of products of queries and keys in each dimension: the weights of the keys' norm are the queries'.
+    """
+    query, key = (
+        weights.norm(Rows(f"{name}.{kind}", config.head_dim, factor=factor))
+        for kind, factor in ((config.names.query_norm, scale), (config.names.key_norm, 1.0))
+    )
+    query *= key
+    return HeadNorms(None, key.fill_(1.0), config.norm_eps), Norm(weights.ops, query, config.norm_eps)
 
 
 def _of_heads(order: Tensor | None, num_heads: int) -> Tensor | None:

@@ -247,6 +247,24 @@ def _ernie(file: ConfigFile, name: str) -> ModelConfig:
     return replace(config, qkv_bias=bias, output_bias=bias, mlp_bias=bias, is_interleaved=True)
 
 
+def _hunyuan(file: ConfigFile, name: str) -> ModelConfig:
+    """Tencent, 2025: Llama that normalises each head of queries and keys once it has rotated them."""
+    for field in ("use_qk_norm", "use_rotary_pos_emb"):
+        file.expect(field, True)
+    file.expect("norm_type", "rms")
+    # Ids of tokens, and what belongs to parts that a model has only if other fields say so.
+    file.ignore("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id", "mask_init_id", "pad_id")
+    file.ignore("cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type")
+    bias, head_dim = file.flag("attention_bias", False), file.size("hidden_size") // file.size("num_attention_heads")
+    file.fold_rope_alpha(file.size("head_dim", head_dim))
+    config = ModelConfig.read(file, name, norm_eps=1e-5)
+    file.expect("attention_head_dim", config.head_dim)
+    if config.rotations[0].attention_factor != 1:
+        raise ConfigError("config.json: RoPE with an attention factor is not supported before norms of heads")
+    names = Names(query_norm="query_layernorm", key_norm="key_layernorm")
+    return replace(config, qkv_bias=bias, output_bias=bias, head_norms_behind=True, names=names)
+
+
 def _helium(file: ConfigFile, name: str) -> ModelConfig:
     """Kyutai, 2025: Llama with interleaved rotary pairs."""
     config = ModelConfig.read(file, name, head_dim=128, norm_eps=1e-8, rope_theta=100_000.0)
@@ -798,6 +816,7 @@ FAMILIES = (
     Family("Exaone4ForCausalLM", "exaone4", _exaone4),
     Family("SeedOssForCausalLM", "seed_oss", _seed_oss),
     Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie),
+    Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _hunyuan),
     Family("HeliumForCausalLM", "helium", _helium),
     Family("Phi3ForCausalLM", "phi3", _phi3),
     Family("PhiForCausalLM", "phi", _phi),

@@ -108,6 +108,8 @@ def load_for_serving(
     cache_dtype = _CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     if device.type == "cpu" and cache_dtype == torch.int8 and dtype == torch.float16:
         raise ConfigError("--kv-cache-dtype int8: on a CPU the model can be in bfloat16 or float32, not in float16")
+    if cache_dtype in GREATEST and model.head_norms_behind:  # its queries are normalised once these pages are written
+        raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} is not supported for {model.family}")
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
     if backend is None:
         backend = choose_backend(

@@ -67,7 +67,12 @@ def _plan(config: EngineConfig) -> Plan:
     for dtype in get_args(KVCacheDType):
         if dtype == "fp8":  # there are kernels for it on a GPU only
             continue
-        loaded = load_for_serving(replace(config, kv_cache_dtype=dtype), device, make_weights=MeasuredWeights)
+        try:
+            loaded = load_for_serving(replace(config, kv_cache_dtype=dtype), device, make_weights=MeasuredWeights)
+        except ConfigError:
+            if dtype == "auto":
+                raise
+            continue  # this model has no such cache
         per_token[dtype] = loaded.spec.bytes_per_token
     return Plan(
         config.quantization,

@@ -13,8 +13,10 @@ import torch
 
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models.measured_weights import MeasuredWeights, bytes_of
 from pagoda_server.engine.runners.loaded_model import load_for_serving
+from pagoda_server.engine.runners.plan import plans_of
 from pagoda_server.settings.engine import EngineConfig
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.tiny_models import ONE_OF_EACH_FAMILY, saved_model
@@ -36,6 +38,15 @@ def test_counted_weights_are_those_of_a_loaded_model(
 ) -> None:
     counted, loaded = counted_and_loaded(saved_model(name, tmp_path_factory), quantization, "bfloat16")
     assert loaded - SLACK_BYTES <= counted <= loaded
+
+
+def test_a_cache_that_the_model_cannot_have_is_refused_and_not_planned(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = saved_model("hunyuan_v1_dense", tmp_path_factory)
+    assert {tuple(plan.kv_bytes_per_token) for plan in plans_of(folder)} == {("auto",)}
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is not supported for hunyuan_v1_dense"):
+        load_for_serving(EngineConfig(str(folder), kv_cache_dtype="int8"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

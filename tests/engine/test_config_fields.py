@@ -40,6 +40,45 @@ _LLAMA3_ROPE = {
 _LONGROPE = {"type": "longrope", "long_factor": [1.1] * 48, "short_factor": [1.0] * 48}  # of 96 rotated dimensions
 # The fields of config.json as these models were published.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "Hy-MT2-7B": {
+        "architectures": ["HunYuanDenseV1ForCausalLM"],
+        "model_type": "hunyuan_v1_dense",
+        **_sizes(32, 4096, 14336, 32, 8, 128167, 262144),
+        "add_classification_head": False,
+        "attention_bias": False,
+        "attention_head_dim": 128,
+        "cla_share_factor": 2,
+        "class_num": 0,
+        "dense_list": [4096, 0],
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "im_end_id": 5,
+        "im_newline_id": 11,
+        "im_start_id": 4,
+        "mask_init_id": 12,
+        "mlp_bias": False,
+        "norm_type": "rms",
+        "org_vocab_size": 128167,
+        "pad_id": 127961,
+        "pool_type": "last",
+        "pretraining_tp": 1,
+        "rope_scaling": {
+            "alpha": 1000.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+        "rope_theta": 10000.0,
+        "text_end_id": 7,
+        "text_start_id": 6,
+        "tie_word_embeddings": True,
+        "use_cla": False,
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+    },
     "Llama-3.2-1B-Instruct": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -266,4 +305,12 @@ def test_a_theta_for_each_layer_must_give_frequencies(thetas: Any, tmp_path: Pat
     fields = {"model_type": "granite_swa", **_sizes(2, 48, 80, 6, 2, 199, 256), "layer_rope_theta": thetas}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"config\.json: (layer_rope_theta must|the parameters of default RoPE give)"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("alpha", [-3.0, "x", 1e308, float("nan"), [2.0]])
+def test_an_alpha_without_frequencies_is_refused(alpha: Any, tmp_path: Path) -> None:
+    fields = PUBLISHED["Hy-MT2-7B"] | {"rope_scaling": {"type": "dynamic", "alpha": alpha}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=r"config\.json: (alpha|rope_theta) .*RoPE"):
         read_config(tmp_path)
