@@ -33,14 +33,20 @@ def read_shape(file: GgufFile) -> ModelShape:
             f"{file.name} has {num_heads} heads and {num_kv_heads} key-value heads of {head_dim} values; heads must"
             " exist, and have an even number of values"
         )
-    num_layers = fields.size("block_count") - fields.count("nextn_predict_layers", 0)
-    if not 0 < num_layers <= len(file.tensors):
+    num_further = fields.count("nextn_predict_layers", 0)
+    num_layers = fields.size("block_count") - num_further
+    if not 0 < num_layers <= num_layers + num_further <= len(file.tensors):
         raise CheckpointError(f"{file.name} names {num_layers} layers, but holds {len(file.tensors)} tensors in all")
-    num_experts = fields.count("expert_count", 0)
+    num_experts = (fields.size if family.experts else fields.count)("expert_count", 0)
     if num_experts and not family.experts:
         raise fields.error("expert_count", f"{num_experts}; experts of this architecture are not supported")
+    first, step = fields.count("leading_dense_block_count", 0), fields.size("interleave_moe_layer_step", 1)
+    is_expert = tuple(num_experts > 0 and layer >= first and (layer + 1) % step == 0 for layer in range(num_layers))
+    if num_experts and not any(is_expert):
+        raise fields.error("expert_count", f"{num_experts}, but no layer has experts")
     return ModelShape(
         num_layers=num_layers,
+        num_further=num_further,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -52,7 +58,7 @@ def read_shape(file: GgufFile) -> ModelShape:
         ),
         is_tied="output.weight" not in file.tensors,
         num_experts=num_experts,
-        num_dense=fields.count("leading_dense_block_count", 0) if num_experts else num_layers,
+        is_expert=is_expert,
     )
 
 

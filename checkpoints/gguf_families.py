@@ -15,7 +15,7 @@ from .gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
 GEMMA3_27B_LAYERS, GEMMA2_27B_LAYERS = 62, 46
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # how routers weigh experts, in expert_gating_func
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # what expert_gating_func means
 
 # Fields that change nothing: sizes that tensors have too, the epsilon of norms that the architecture does not have,
 # how a model was trained, and how texts are embedded, which a request decides.
@@ -29,6 +29,8 @@ _INERT = frozenset(
 # Values of other fields that switch nothing on, where that is neither 0 nor false.
 _NEUTRAL: Mapping[str, object] = {
     "attention.causal": True,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
     "expert_weights_scale": 1.0,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
@@ -120,12 +122,14 @@ class Fields:
 class ModelShape:
     """What both the configuration and the weights depend on; queries, keys and values share `head_dim`.
 
+    num_further  layers behind those, which predict a token after the next one and are not computed
     biases       the groups of biases that the file has, by their fields of config.json
     num_experts  0: all layers are dense
-    num_dense    how many of the first layers are dense
+    is_expert    for each layer, whether it has experts
     """
 
     num_layers: int
+    num_further: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -135,7 +139,7 @@ class ModelShape:
     biases: frozenset[str]
     is_tied: bool
     num_experts: int
-    num_dense: int
+    is_expert: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +161,13 @@ FurtherFields = Callable[[Fields, ModelShape, Config], Config]
 class Family:
     """How an architecture's files differ from those of others.
 
-    Names of tensors are those of a layer, the GGUF's and the checkpoint's, without .weight and .bias.
+    Names of tensors are those of a layer, the GGUF's and the checkpoint's, without .weight and .bias. A GGUF's name
+    that has one of these stands for the checkpoint's whole name.
 
     tensors          that all layers have
     mlp              those of dense layers
-    experts          those of layers with experts. One whose name has {} is divided among the experts
+    experts          those of layers with experts. A tensor whose name in the checkpoint has {} is divided among them
+    one_row          of these, matrices of one row, which a GGUF may hold as vectors
     optional         of these, what models have in all layers or in none
     biases           which tensors have biases together, by the field of config.json that says so; "": in every file
     has_norm_bias    norms have biases
@@ -180,6 +186,7 @@ class Family:
     tensors: Mapping[str, str]
     mlp: Mapping[str, str]
     experts: Mapping[str, str] = field(default_factory=dict)
+    one_row: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     has_norm_bias: bool = False
@@ -210,6 +217,25 @@ _UNGATED = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _GATED = {"ffn_gate": "mlp.gate_proj", **_UNGATED}
 _FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 _OF_QKV, _OF_ATTENTION, _OF_MLP = tuple(_QKV), tuple(_ATTENTION), tuple(_GATED)
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_CORRECTED_EXPERTS = {
+    **_EXPERTS,
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 
 
@@ -309,6 +335,108 @@ def _ministral3_fields(fields: Fields, shape: ModelShape, config: Config) -> Con
     return {"rope_parameters": rope, "rope_scaling": None}
 
 
+def _width(fields: Fields, shape: ModelShape, stem: str) -> int:
+    """How many rows a matrix has, of each expert or of the one that computes every token."""
+    name = f"blk.{shape.is_expert.index(True)}.{stem}.weight"
+    if name not in fields.file.tensors:
+        raise CheckpointError(f"{fields.file.name} has no tensor {name}")
+    return fields.file.tensors[name].shape[-2]
+
+
+def _local_experts(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    fields.expect("expert_gating_func", SOFTMAX)
+    fields.expect("expert_weights_norm", True)
+    return {"num_local_experts": shape.num_experts, "num_experts_per_tok": fields.size("expert_used_count")}
+
+
+def _granite_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    return {**_granite_fields(fields, shape, config), **_local_experts(fields, shape, config)}
+
+
+def _qwen_moe_fields(fields: Fields, shape: ModelShape, is_normalized: bool) -> Config:
+    fields.expect("expert_gating_func", SOFTMAX)
+    return {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": fields.size("expert_used_count"),
+        "moe_intermediate_size": _width(fields, shape, "ffn_gate_exps"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", is_normalized),
+    }
+
+
+def _qwen2_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    shared = _width(fields, shape, "ffn_gate_shexp")
+    return {**_qwen_moe_fields(fields, shape, False), "shared_expert_intermediate_size": shared}
+
+
+def _qwen3_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    return _qwen_moe_fields(fields, shape, True)
+
+
+def _olmoe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    found = dict(_qwen_moe_fields(fields, shape, False))
+    return found | {"intermediate_size": found.pop("moe_intermediate_size")}
+
+
+def _deepseek_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    """Experts chosen by sigmoids, as in DeepSeek-V3, behind some dense layers."""
+    fields.expect("expert_gating_func", SIGMOID)
+    return {
+        "n_routed_experts": shape.num_experts,
+        "num_experts_per_tok": fields.size("expert_used_count"),
+        "moe_intermediate_size": _width(fields, shape, "ffn_gate_exps"),
+        "n_shared_experts": fields.size("expert_shared_count"),
+        "first_k_dense_replace": shape.is_expert.index(True),
+        "routed_scaling_factor": fields.positive("expert_weights_scale", 1.0),
+        "norm_topk_prob": fields.flag("expert_weights_norm", False),
+        "n_group": max(1, fields.count("expert_group_count", 1)),
+        "topk_group": max(1, fields.count("expert_group_used_count", 1)),
+    }
+
+
+def _glm4_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    has_norms = "blk.0.attn_q_norm.weight" in fields.file.tensors
+    return {**_deepseek_moe_fields(fields, shape, config), "use_qk_norm": has_norms}
+
+
+def _ernie_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    fields.expect("expert_gating_func", SOFTMAX)
+    return {
+        "moe_num_experts": shape.num_experts,
+        "moe_k": fields.size("expert_used_count"),
+        "moe_intermediate_size": _width(fields, shape, "ffn_gate_exps"),
+        "moe_num_shared_experts": fields.size("expert_shared_count"),
+        "moe_layer_start_index": fields.count("leading_dense_block_count", 0),
+        "moe_layer_interval": fields.size("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": -1,
+    }
+
+
+def _minimax_m2_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    fields.expect("expert_gating_func", SIGMOID)
+    return {
+        "num_local_experts": shape.num_experts,
+        "num_experts_per_tok": fields.size("expert_used_count"),
+        "intermediate_size": _width(fields, shape, "ffn_gate_exps"),
+        "rotary_dim": shape.rotary_dim,
+    }
+
+
+def _gpt_oss_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    """OpenAI's model does not round the bounds of yarn to whole dimensions."""
+    fields.expect("expert_gating_func", SOFTMAX_OF_CHOSEN)
+    scaling = config["rope_scaling"]
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        scaling = {**scaling, "truncate": False}
+    return {
+        "num_local_experts": shape.num_experts,
+        "num_experts_per_tok": fields.size("expert_used_count"),
+        "intermediate_size": _width(fields, shape, "ffn_gate_exps"),
+        "sliding_window": fields.size("attention.sliding_window"),
+        "layer_types": fields.layer_types(shape.num_layers, 2),
+        "rope_scaling": scaling or {"rope_type": "default"},
+    }
+
+
 _LLAMA = Family(
     "LlamaForCausalLM",
     _ATTENTION | _PRE_NORMS,
@@ -332,6 +460,14 @@ _GPT_BIGCODE = Family(
 
 FAMILIES = {
     "llama": _LLAMA,
+    "llama with experts": replace(
+        _LLAMA,
+        transformers_class="MixtralForCausalLM",
+        model_type="mixtral",
+        experts=_MIXTRAL_EXPERTS,
+        biases={},
+        fields=_local_experts,
+    ),
     "qwen2": Family("Qwen2ForCausalLM", _ATTENTION | _PRE_NORMS, _GATED, biases={"": _OF_QKV}),
     "qwen3": Family("Qwen3ForCausalLM", _ATTENTION | _PRE_NORMS | _QK_NORMS, _GATED),
     "olmo2": _OLMO2,
@@ -490,12 +626,103 @@ FAMILIES = {
     "starcoder": _GPT_BIGCODE,
     # GPT-2's checkpoints are transposed, but those of GPT-BigCode with keys for each head are the same model.
     "gpt2": replace(_GPT_BIGCODE, has_qkv_by_head=True, fields=lambda fields, shape, config: {"multi_query": False}),
+    "qwen2moe": Family(
+        "Qwen2MoeForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        {},
+        {
+            **_EXPERTS,
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        one_row=frozenset({"ffn_gate_inp_shexp"}),
+        biases={"": _OF_QKV},
+        model_type="qwen2_moe",
+        fields=_qwen2_moe_fields,
+    ),
+    "qwen3moe": Family(
+        "Qwen3MoeForCausalLM",
+        _ATTENTION | _PRE_NORMS | _QK_NORMS,
+        {},
+        _EXPERTS,
+        model_type="qwen3_moe",
+        fields=_qwen3_moe_fields,
+    ),
+    "olmoe": Family("OlmoeForCausalLM", _ATTENTION | _PRE_NORMS | _QK_NORMS, {}, _EXPERTS, fields=_olmoe_fields),
+    "granitemoe": replace(
+        _LLAMA,
+        transformers_class="GraniteMoeForCausalLM",
+        mlp={},
+        experts={**_EXPERTS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+        biases={"attention_bias": _OF_ATTENTION},
+        fields=_granite_moe_fields,
+    ),
+    "glm4moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            **_ATTENTION,
+            **_QK_NORMS,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        _GATED,
+        _CORRECTED_EXPERTS,
+        optional=frozenset(_QK_NORMS),
+        biases={"attention_bias": _OF_QKV},
+        model_type="glm4_moe",
+        rotates_part=True,
+        fields=_glm4_moe_fields,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        _ATTENTION | _PRE_NORMS | _QK_NORMS,
+        _GATED,
+        _CORRECTED_EXPERTS,
+        fields=_deepseek_moe_fields,
+    ),
+    "ernie4_5-moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        _GATED,
+        {**_CORRECTED_EXPERTS, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        one_row=frozenset({"exp_probs_b"}),
+        model_type="ernie4_5_moe",
+        fields=_ernie_moe_fields,
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2ForCausalLM",
+        _ATTENTION | _PRE_NORMS | _QK_NORMS,
+        {},
+        {**_MIXTRAL_EXPERTS, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+        model_type="minimax_m2",
+        rotates_part=True,
+        fields=_minimax_m2_fields,
+    ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        {
+            **_ATTENTION,
+            "attn_sinks.weight": "self_attn.sinks",
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        {},
+        {**_EXPERTS, "ffn_gate_inp": "mlp.router"},
+        biases={"": (*_OF_ATTENTION, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")},
+        model_type="gpt_oss",
+        has_windows=True,
+        fields=_gpt_oss_fields,
+    ),
 }
 
 
 def family_of(file: GgufFile) -> Family:
     """The row of a file's architecture. Raises CheckpointError if there is none."""
     name, fields = file.architecture, Fields(file)
+    if name == "llama" and fields.count("expert_count", 0):
+        name = "llama with experts"
     if name == "olmo2" and fields.count("attention.sliding_window", 0):
         name = "olmo2 with windows"
     if name not in FAMILIES:

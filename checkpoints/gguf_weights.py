@@ -6,7 +6,9 @@ and so are vectors; matrices in F32, F16 and BF16 are what they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,7 +109,29 @@ def open_gguf_weights(file: GgufFile) -> dict[str, StoredGguf]:
     _check_names(file, names, shape)
     for tensor in file.tensors.values():
         _check_kind(file, tensor)
-    return {hf_name: _stored(file, file.tensors[name], shape, family) for name, hf_name in names.items()}
+    return {
+        hf_name: _stored(file, part, shape, family)
+        for name, pattern in names.items()
+        for hf_name, part in _parts(file, file.tensors[name], pattern, shape, family)
+    }
+
+
+def _parts(
+    file: GgufFile, tensor: GgufTensor, pattern: str, shape: ModelShape, family: Family
+) -> Iterator[tuple[str, GgufTensor]]:
+    """A tensor, or each expert's part of it, by its name in the checkpoint."""
+    if tensor.name.split(".")[-2] in family.one_row:
+        tensor = replace(tensor, shape=(1, math.prod(tensor.shape)))
+    if "{}" not in pattern:
+        yield pattern, tensor
+        return
+    if len(tensor.shape) < 2 or tensor.shape[0] != shape.num_experts:
+        raise CheckpointError(
+            f"{file.name}: {tensor.name} has shape {list(tensor.shape)}, not parts of {shape.num_experts} experts"
+        )
+    parts = tensor.data.reshape(shape.num_experts, -1, tensor.data.shape[-1])
+    for number, part in enumerate(parts):
+        yield pattern.format(number), replace(tensor, shape=tensor.shape[1:], data=part)
 
 
 def _stored(file: GgufFile, tensor: GgufTensor, shape: ModelShape, family: Family) -> StoredGguf:
@@ -143,8 +167,11 @@ def _tensor_names(file: GgufFile, shape: ModelShape, family: Family) -> dict[str
     absent = {stem for stem in family.optional if f"blk.0.{stem}.weight" not in file.tensors}
     for layer in range(shape.num_layers):
         prefix = f"{family.names.layers}.{layer}"
-        for ours, theirs in {**family.tensors, **family.mlp}.items():
+        for ours, theirs in {**family.tensors, **(family.experts if shape.is_expert[layer] else family.mlp)}.items():
             if ours in absent:
+                continue
+            if "." in ours:
+                names[f"blk.{layer}.{ours}"] = f"{prefix}.{theirs}"
                 continue
             names[f"blk.{layer}.{ours}.weight"] = f"{prefix}.{theirs}.weight"
             if ours in biased or (family.has_norm_bias and ours.endswith("norm")):
@@ -156,7 +183,8 @@ def _check_names(file: GgufFile, names: dict[str, str], shape: ModelShape) -> No
     if missing := [name for name in names if name not in file.tensors]:
         raise CheckpointError(f"{file.name} lacks {len(missing)} of {len(names)} tensors, first {missing[0]}")
     known = {*names, ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
-    if unknown := [name for name in file.tensors if name not in known]:
+    beyond = tuple(f"blk.{layer}." for layer in range(shape.num_layers, shape.num_layers + shape.num_further))
+    if unknown := [name for name in file.tensors if name not in known and not name.startswith(beyond)]:
         raise CheckpointError(
             f"{file.name} has {len(unknown)} tensors unknown to its architecture, first {quoted(unknown[0])}"
         )

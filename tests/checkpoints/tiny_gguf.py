@@ -45,8 +45,17 @@ MODELS = {
 ROUNDED = {"gemma3": (Gemma3TextConfig, Gemma3ForCausalLM)}
 ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 # Whose conversion changes the order of rows for interleaved rotary pairs, and adds 1 to the weights of norms.
-PERMUTED = ("llama", "smollm3", "granite", "arcee", "mistral3")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+GATING = {"glm4moe": 2, "dots1": 2, "minimax-m2": 2}
+# What transformers calls tensors in memory, and the table.
+RENAMED = {
+    "block_sparse_moe.router": "block_sparse_moe.router.layer",
+    "block_sparse_moe.experts": "mlp.experts",
+    "gate.moe_statics": "moe_statics",
+    "e_score_correction_bias": "e_score_correction.bias",
+    "sinks": "sinks.weight",
+}
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
@@ -114,7 +123,22 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def split_experts(family: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: values}
+    """Gate and up of experts apart, as [experts, out, in]; everything by names that the table has."""
+    for ours, theirs in RENAMED.items():
+        name = name.replace(ours, theirs)
+    if name.endswith("shared_expert_gate.weight") or "e_score_correction" in name:
+        return {name: values.reshape(-1)}
+    prefix, _, kind = name.rpartition(".")
+    if kind not in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+        return {name: values}
+    suffix = "bias" if kind.endswith("_bias") else "weight"
+    if family == "gpt-oss" and suffix == "weight":
+        values = values.swapaxes(1, 2)
+    if kind.startswith("down"):
+        return {f"{prefix}.down_proj.{suffix}": np.ascontiguousarray(values)}
+    half = values.shape[1] // 2
+    gate, up = (values[:, ::2], values[:, 1::2]) if family == "gpt-oss" else (values[:, :half], values[:, half:])
+    return {f"{prefix}.gate_proj.{suffix}": np.array(gate), f"{prefix}.up_proj.{suffix}": np.array(up)}
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
@@ -160,6 +184,17 @@ def _metadata(family: str, config: Any) -> dict[str, object]:
         "residual_scale": of("residual_multiplier"),
         "logit_scale": of("logits_scaling", "logit_scale"),
         "use_parallel_residual": of("use_parallel_residual"),
+        "expert_count": of("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        "expert_used_count": of("num_experts_per_tok", "moe_k"),
+        "expert_group_count": of("n_group"),
+        "expert_group_used_count": of("topk_group"),
+        "expert_feed_forward_length": of("moe_intermediate_size"),
+        "expert_shared_count": of("n_shared_experts", "moe_num_shared_experts"),
+        "expert_weights_scale": of("routed_scaling_factor"),
+        "expert_weights_norm": of("norm_topk_prob") if of("n_routed_experts") else None,
+        "expert_gating_func": GATING.get(family),
+        "leading_dense_block_count": of("first_k_dense_replace", "moe_layer_start_index"),
+        "interleave_moe_layer_step": of("moe_layer_interval"),
     }
     if of("head_dim"):
         fields |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
