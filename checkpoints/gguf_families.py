@@ -18,7 +18,7 @@ GEMMA3_27B_LAYERS, GEMMA2_27B_LAYERS = 62, 46
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # what expert_gating_func means
 
 # Fields that change nothing: sizes that tensors have too, the epsilon of norms that the architecture does not have,
-# how a model was trained, and how texts are embedded, which a request decides.
+# how a model was trained, and how texts are embedded, which origin.json keeps.
 _INERT = frozenset(
     {
         "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_epsilon",

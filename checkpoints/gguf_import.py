@@ -19,14 +19,21 @@ if TYPE_CHECKING:
     from .gguf_file import GgufFile
 
 ORIGIN = "origin.json"
+_POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The file that a folder was made from: its format, such as "GGUF Q4_K_M", and its number of parameters."""
+    """The file that a folder was made from.
+
+    format      such as "GGUF Q4_K_M"
+    parameters  how many weights it has
+    pooling     how the model was trained to make a vector of hidden states: last, mean or cls
+    """
 
     format: str | None = None
     parameters: int | None = None
+    pooling: str | None = None
 
 
 def read_origin(folder: Path) -> Origin:
@@ -35,8 +42,12 @@ def read_origin(folder: Path) -> Origin:
         found = read_json_object(folder / ORIGIN)
     except (FileNotFoundError, ValueError):
         return Origin()
-    form, parameters = found.get("format"), found.get("parameters")
-    return Origin(form if isinstance(form, str) else None, parameters if isinstance(parameters, int) else None)
+    form, parameters, pooling = (found.get(name) for name in ("format", "parameters", "pooling"))
+    return Origin(
+        form if isinstance(form, str) else None,
+        parameters if isinstance(parameters, int) else None,
+        pooling if isinstance(pooling, str) else None,
+    )
 
 
 def obtain_gguf_model(path: Path, cache: Cache, progress: Progress) -> Path:
@@ -135,7 +146,10 @@ def _origin(file: GgufFile) -> Origin:
     kind = file.integer("general.file_type", -1)
     names = {each.value: each.name.removeprefix("MOSTLY_").removeprefix("ALL_") for each in LlamaFileType}
     parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-    return Origin(f"GGUF {names[kind]}" if kind in names else "GGUF", parameters)
+    pooling = file.integer(key := f"{file.architecture}.pooling_type", 0)
+    if pooling not in _POOLINGS:
+        raise CheckpointError(f"{file.name}: {key} is {quoted(pooling)}, which is not computed; 0 to 3 are")
+    return Origin(f"GGUF {names[kind]}" if kind in names else "GGUF", parameters, _POOLINGS[pooling])
 
 
 def _opened(path: Path, progress: Progress) -> GgufFile:

@@ -1,4 +1,4 @@
-"""How an embedding model makes a vector of a text, as the files of Sentence Transformers in its folder say."""
+"""How an embedding model makes a vector of a text, as files of Sentence Transformers or a GGUF file say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from pagoda.v1 import inference_pb2
 
 from ...checkpoints.folder import Json, quoted, read_json, read_json_object
+from ...checkpoints.gguf_import import read_origin
 from ..errors import ConfigError
 
 _POOLINGS = {
@@ -14,12 +15,13 @@ _POOLINGS = {
     "mean_tokens": inference_pb2.POOLING_MEAN,
     "lasttoken": inference_pb2.POOLING_LAST,
 }
-_SHORT_NAMES = {"cls": "cls_token", "mean": "mean_tokens"}  # in `pooling_mode`, which newer files have
+# In `pooling_mode`, which newer files have, and in what the import of a GGUF file wrote down.
+_SHORT_NAMES = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
 _COMPUTED = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 
 
 def pooling_of(folder: Path) -> inference_pb2.Pooling:
-    """The pooling that a model was trained with, as its modules.json says; LAST if there is no such file.
+    """The pooling that a model was trained with, as its modules.json or its GGUF file says; LAST if neither does.
 
     Raises ConfigError if a file is broken, or says that vectors are made in another way than Embed makes them.
     """
@@ -27,7 +29,7 @@ def pooling_of(folder: Path) -> inference_pb2.Pooling:
     try:
         modules = read_json(path)
     except FileNotFoundError:
-        return inference_pb2.POOLING_LAST
+        return _POOLINGS.get(_SHORT_NAMES.get(read_origin(folder).pooling or "", ""), inference_pb2.POOLING_LAST)
     except ValueError as error:
         raise ConfigError(f"{path} {error}") from error
     fields = [each if isinstance(each, dict) else {} for each in modules] if isinstance(modules, list) else []

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from pagoda.v1 import inference_pb2
+from pagoda_server.checkpoints.folder import CheckpointError
+from pagoda_server.checkpoints.gguf_import import import_gguf
+from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.text.pooling import pooling_of
+from tests.checkpoints.tiny_gguf import tiny_model
 
 MODES = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 MODULES = [
@@ -77,3 +81,28 @@ def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=r"modules\.json is (nested too deep|not JSON)"):
         pooling_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [
+        (0, inference_pb2.POOLING_LAST),
+        (1, inference_pb2.POOLING_MEAN),
+        (2, inference_pb2.POOLING_CLS),
+        (3, inference_pb2.POOLING_LAST),
+    ],
+)
+def test_the_pooling_of_a_gguf_file_is_kept(kind: int, pooling: inference_pb2.Pooling, tmp_path: Path) -> None:
+    import_gguf(gguf_with_pooling(kind, tmp_path), tmp_path, no_progress)
+    assert pooling_of(tmp_path) == pooling
+
+
+def test_a_gguf_file_of_a_reranker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"qwen3\.pooling_type is 4, which is not computed"):
+        import_gguf(gguf_with_pooling(4, tmp_path), tmp_path, no_progress)
+
+
+def gguf_with_pooling(kind: int, folder: Path) -> Path:
+    tiny = tiny_model("qwen3")
+    tiny.metadata["qwen3.pooling_type"] = kind
+    return tiny.write(folder / "model.gguf")
