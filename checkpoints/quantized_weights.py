@@ -6,7 +6,7 @@ Sources: AutoAWQ (gemm), GPTQModel, compressed-tensors, and transformers' integr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
-from .stored import FLOAT8_VALUES, INT4, Grouping, Groups, Rows, StoredTensor, widened
+from .gguf_blocks import powers_of_two
+from .stored import FLOAT8_VALUES, INT4, MXFP4_VALUES, Grouping, Groups, Rows, StoredPart, StoredTensor, widened
 
-AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
+AWQ, GPTQ, COMPRESSED, FP8, MXFP4 = "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"
 GGUF = "gguf"  # written by our own import
-SUPPORTED = (AWQ, GPTQ, COMPRESSED, FP8)
+SUPPORTED = (AWQ, GPTQ, COMPRESSED, FP8, MXFP4)
 _FP8_METHODS = (FP8, "fbgemm_fp8")
 # The bit at which each of the 8 outputs in a word of AWQ begins.
 _AWQ_SHIFTS = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32) * 4
@@ -27,9 +28,10 @@ _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "na
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantized:
-    """A matrix [out, in] made of several tensors.
+    """A matrix [out, in], or a bias [out], made of several tensors.
 
-    read  makes rows of it: `Groups` if it has a grouping, else float32 [rows, in]
+    read       makes rows of it: `Groups` if it has a grouping, else float32 [rows, in]
+    shared_by  how many are made of the same tensors
     """
 
     shape: tuple[int, ...]
@@ -38,10 +40,11 @@ class StoredQuantized:
     grouping: Grouping | None = None
     encoding: str = "F32"
     is_quantized: bool = True
+    shared_by: int = 1
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        return sum(part.num_bytes for part in self.parts) // self.shared_by
 
     def groups(self, rows: Rows) -> Groups:
         found: Groups = self.read(rows)
@@ -97,6 +100,8 @@ def with_quantized(tensors: dict[str, StoredTensor], config: object) -> dict[str
         case "fp8":
             suffix = ".weight_scale_inv" if "weight_block_size" in config else ".weight_scale"
             return source.replaced(suffix, _fp8, (".weight", suffix, ".input_scale", ".activation_scale"))
+        case "mxfp4":
+            return _mxfp4(source)
     form = config.get("format", "")
     source.require("format", form, *_COMPRESSED_FORMATS)
     if form == "pack-quantized":
@@ -116,10 +121,17 @@ class _Source:
         self, marker: str, make: Callable[[_Source, str], StoredQuantized], suffixes: tuple[str, ...]
     ) -> dict[str, StoredTensor]:
         """The tensors, with one made by `make` for each module whose name, with the marker, is that of a tensor."""
-        modules = [name.removesuffix(marker) for name in self._tensors if name.endswith(marker)]
-        made = {f"{module}.weight": make(self, module) for module in modules}
-        gone = {module + suffix for module in modules for suffix in suffixes}
-        return {name: stored for name, stored in self._tensors.items() if name not in gone} | made
+        modules = self.modules(marker)
+        made: dict[str, StoredTensor] = {f"{module}.weight": make(self, module) for module in modules}
+        return self.without(module + suffix for module in modules for suffix in suffixes) | made
+
+    def modules(self, marker: str) -> list[str]:
+        """The names of tensors that end in this, without it."""
+        return [name.removesuffix(marker) for name in self._tensors if name.endswith(marker)]
+
+    def without(self, names: Iterable[str]) -> dict[str, StoredTensor]:
+        gone = set(names)
+        return {name: stored for name, stored in self._tensors.items() if name not in gone}
 
     def stored(self, name: str, *encodings: str) -> StoredTensor:
         """A tensor in one of these encodings."""
@@ -242,6 +254,65 @@ def _packed(source: _Source, module: str) -> StoredQuantized:
 
     grouping = INT4 if bits == 4 else Grouping(8, has_minimum=True)
     return StoredQuantized((out_size, in_size), (words,), read, grouping)
+
+
+# Of the tensors of all experts: which projections they hold, and how many lie in turn.
+_MXFP4_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _mxfp4(source: _Source) -> dict[str, StoredTensor]:
+    """The experts of GPT-OSS, each projection of each of them as a matrix of its own.
+
+    NAME_blocks is uint8 [experts, out, groups, 16], the even one of two neighbours in low bits, NAME_scales uint8
+    [experts, out, groups], exponents, and NAME_bias [experts, out]. Rows of gate and up lie in turn.
+    """
+    made: dict[str, StoredTensor] = {}
+    modules = source.modules("_blocks")
+    for module in modules:
+        experts, _, kind = module.rpartition(".")
+        if kind not in _MXFP4_PROJECTIONS:
+            raise CheckpointError(f"tensor {quoted(module)}_blocks: only experts are supported in mxfp4")
+        blocks, scales = source.stored(f"{module}_blocks", "U8"), source.stored(f"{module}_scales", "U8")
+        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+            raise CheckpointError(
+                f"tensor {quoted(module)}_blocks has shape {list(blocks.shape)}, and its scales {list(scales.shape)}"
+            )
+        bias = source.stored(f"{module}_bias", *_FLOATS) if source.has(f"{module}_bias") else None
+        if bias is not None and bias.shape != blocks.shape[:2]:
+            raise CheckpointError(f"tensor {quoted(module)}_bias has shape {list(bias.shape)}, not that of its weight")
+        projections = _MXFP4_PROJECTIONS[kind]
+        for expert in range(blocks.shape[0]):
+            for first, projection in enumerate(projections):
+                name, turn = f"{experts}.{expert}.{projection}", slice(first, None, len(projections))
+                parts = StoredPart(blocks, expert), StoredPart(scales, expert)
+                made[f"{name}.weight"] = _mxfp4_rows(*parts, turn)
+                if bias is not None:
+                    made[f"{name}.bias"] = _bias_rows(StoredPart(bias, expert), turn)
+    return source.without(module + suffix for module in modules for suffix in ("_blocks", "_scales", "_bias")) | made
+
+
+def _mxfp4_rows(blocks: StoredPart, scales: StoredPart, turn: slice) -> StoredQuantized:
+    """Rows that lie in turn with others, of codes [out, groups, 16] and exponents [out, groups]."""
+    order = np.arange(blocks.shape[0])[turn]
+
+    def read(rows: Rows) -> Groups:
+        pairs = blocks.whole(order[rows])
+        codes = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(len(pairs), -1, 2, INT4.group // 2)
+        # Twice a code's value is in the table, hence a half.
+        return Groups(codes[..., 0, :] | codes[..., 1, :] << 4, powers_of_two(scales.whole(order[rows]), -128))
+
+    shape = len(order), INT4.group * blocks.shape[1]
+    return StoredQuantized(shape, (blocks, scales), read, Grouping(4, table=MXFP4_VALUES), shared_by=turn.step)
+
+
+def _bias_rows(bias: StoredPart, turn: slice) -> StoredQuantized:
+    order = np.arange(bias.shape[0])[turn]
+
+    def read(rows: Rows) -> NDArray[np.float32]:
+        values = bias.whole(order[rows])
+        return widened(values) if bias.encoding == "BF16" else values.astype(np.float32)
+
+    return StoredQuantized((len(order),), (bias,), read, is_quantized=False, shared_by=turn.step)
 
 
 def _compressed(source: _Source, module: str) -> StoredQuantized:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pagoda_server.checkpoints import CheckpointError
 from pagoda_server.checkpoints.stored import Grouping
@@ -150,6 +151,56 @@ def test_every_code_of_float8_has_its_value(tmp_path: Path) -> None:
     tensors = {"a.weight": codes, "a.weight_scale": torch.tensor(1.0)}
     whole = open_weights(folder(tmp_path, tensors, {"quant_method": "fp8"}))["a.weight"].whole(slice(None))
     np.testing.assert_array_equal(whole, codes.float().numpy())
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+def test_mxfp4_experts_have_the_values_that_transformers_gives_them(tmp_path: Path) -> None:
+    count, ffn, name = 3, 64, "model.layers.0.mlp.experts"
+    tensors = {"b.weight": torch.ones(2, 2)}
+    expected = {}
+    for module, rows, groups in (("gate_up_proj", 2 * ffn, IN // 32), ("down_proj", IN, ffn // 32)):
+        blocks = torch.randint(0, 256, (count, rows, groups, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 134, (count, rows, groups), dtype=torch.uint8)
+        bias = torch.randn(count, rows).bfloat16()
+        tensors |= {f"{name}.{module}_blocks": blocks, f"{name}.{module}_scales": scales, f"{name}.{module}_bias": bias}
+        expected[module] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).mT, bias.float()
+    found = open_weights(folder(tmp_path, tensors, MXFP4))
+    projections = ("gate_up_proj", "gate_proj", slice(0, None, 2)), ("gate_up_proj", "up_proj", slice(1, None, 2))
+    names = {"b.weight"}
+    for module, projection, turn in (*projections, ("down_proj", "down_proj", slice(None))):
+        for expert in range(count):
+            weight, bias = (found[f"{name}.{expert}.{projection}.{kind}"] for kind in ("weight", "bias"))
+            names |= {f"{name}.{expert}.{projection}.{kind}" for kind in ("weight", "bias")}
+            whole, of_bias = (each[expert, turn].numpy() for each in expected[module])
+            assert (weight.shape, bias.shape) == (whole.shape, of_bias.shape)
+            rows = np.random.default_rng(0).permutation(len(whole))
+            np.testing.assert_array_equal(weight.whole(rows), whole[rows])
+            np.testing.assert_array_equal(weight.groups(slice(8, 24)).dequantize(weight.grouping), whole[8:24])
+            np.testing.assert_array_equal(bias.whole(slice(8, 24)), of_bias[8:24])
+    assert set(found) == names
+    assert sum(each.num_bytes for each in found.values()) == sum(each.nbytes for each in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "message"),
+    [
+        (
+            "experts.down_proj",
+            ((2, 8, 1, 15), (2, 8, 1)),
+            r"down_proj_blocks has shape \[2, 8, 1, 15\], and its scales",
+        ),
+        ("experts.down_proj", ((2, 8, 1, 16), (2, 8, 2)), r"and its scales \[2, 8, 2\]"),
+        ("self_attn.q_proj", ((2, 8, 1, 16), (2, 8, 1)), "q_proj_blocks: only experts are supported in mxfp4"),
+    ],
+)
+def test_mxfp4_tensors_that_do_not_fit_are_named(
+    name: str, shapes: tuple[tuple[int, ...], ...], message: str, tmp_path: Path
+) -> None:
+    blocks, scales = (torch.zeros(shape, dtype=torch.uint8) for shape in shapes)
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(folder(tmp_path, {f"{name}_blocks": blocks, f"{name}_scales": scales}, MXFP4))
 
 
 @pytest.mark.parametrize(

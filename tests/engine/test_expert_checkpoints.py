@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pagoda_server.engine.core.errors import ConfigError
 from tests.engine.tiny_models import (
@@ -37,8 +39,8 @@ def fuse(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def logits(folder: Path) -> Tensor:
-    runner = load_runner(folder)
+def logits(folder: Path, **settings: str) -> Tensor:
+    runner = load_runner(folder, **settings)
     return step_logits(runner, [next_chunk(ShuffledBlocks(runner).sequence(random_prompt(20, seed=1), 1))])
 
 
@@ -67,3 +69,27 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=r"experts\.5\.up_proj\.weight is missing"):
         load_runner(tmp_path)
+
+
+def test_gpt_oss_in_mxfp4_computes_what_its_values_compute(tmp_path: Path) -> None:
+    config = type(MODELS["gpt_oss"])(**(MODELS["gpt_oss"].to_dict() | {"hidden_size": 64, "intermediate_size": 96}))
+    theirs = save_model(config, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for number, layer in enumerate(theirs.model.layers):
+        for module in ("gate_up_proj", "down_proj"):
+            name = f"model.layers.{number}.mlp.experts.{module}"
+            count, in_size, out_size = tensors.pop(name).shape
+            blocks = torch.randint(0, 256, (count, out_size, in_size // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 125, (count, out_size, in_size // 32), dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            weight = getattr(layer.mlp.experts, module)
+            weight.data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([random_prompt(20, seed=1)])).logits[0, -1]
+    torch.testing.assert_close(logits(tmp_path)[0], expected, atol=1e-4, rtol=1e-4)
+    kept = logits(tmp_path, dtype="bfloat16", quantization="int4")[0].float()
+    assert torch.corrcoef(torch.stack((kept, expected)))[0, 1] > 0.99
