@@ -27,12 +27,16 @@ def read_shape(file: GgufFile) -> ModelShape:
     rotary_dim = fields.count("rope.dimension_count", head_dim)
     if rotary_dim != head_dim and not (family.rotates_part and rotary_dim <= head_dim):
         raise fields.error("rope.dimension_count", f"{rotary_dim}; only the head size, {head_dim}, is supported")
+    if rotary_dim % 2:
+        raise fields.error("rope.dimension_count", f"{rotary_dim}; pairs are rotated")
     num_kv_heads = fields.count("attention.head_count_kv", num_heads)
     if num_kv_heads < 1 or head_dim % 2:
         raise CheckpointError(
             f"{file.name} has {num_heads} heads and {num_kv_heads} key-value heads of {head_dim} values; heads must"
             " exist, and have an even number of values"
         )
+    if num_heads % num_kv_heads:
+        raise fields.error("attention.head_count_kv", f"{num_kv_heads}, which do not divide {num_heads} heads")
     num_further = fields.count("nextn_predict_layers", 0)
     num_layers = fields.size("block_count") - num_further
     if not 0 < num_layers <= num_layers + num_further <= len(file.tensors):

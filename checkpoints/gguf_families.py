@@ -170,7 +170,9 @@ class Family:
     one_row          of these, matrices of one row, which a GGUF may hold as vectors
     optional         of these, what models have in all layers or in none
     biases           which tensors have biases together, by the field of config.json that says so; "": in every file
+    has_norm_weight  otherwise the norm behind all layers is in no tensor, as the others are
     has_norm_bias    norms have biases
+    has_head_bias    logits have one
     model_type       in config.json; empty: the GGUF's name of the architecture
     is_permuted      the GGUF pairs rows 2i and 2i + 1 of a head of Q and K for the rotation, the checkpoint does not
     has_qkv_by_head  the checkpoint has the query, key and value of one head after the other, the GGUF all queries first
@@ -189,7 +191,9 @@ class Family:
     one_row: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_norm_weight: bool = True
     has_norm_bias: bool = False
+    has_head_bias: bool = False
     model_type: str = ""
     names: OuterNames = OuterNames()
     is_permuted: bool = False
@@ -511,6 +515,48 @@ FAMILIES = {
     # Files do not say which layers rotate: three of four do.
     "smollm3": replace(_LLAMA, transformers_class="SmolLM3ForCausalLM"),
     "granite": replace(_LLAMA, transformers_class="GraniteForCausalLM", fields=_granite_fields),
+    "hunyuan-dense": Family(
+        "HunYuanDenseV1ForCausalLM",
+        {
+            **_ATTENTION,
+            **_PRE_NORMS,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        _GATED,
+        biases={"attention_bias": _OF_ATTENTION},
+        model_type="hunyuan_v1_dense",
+    ),
+    "olmo": Family(
+        "OlmoForCausalLM",
+        _ATTENTION,
+        _GATED,
+        has_norm_weight=False,
+        is_permuted=True,
+        norm_eps=(_LAYER_NORM_EPS, "rms_norm_eps"),
+    ),
+    "phi2": Family(
+        "PhiForCausalLM",
+        {**_QKV, "attn_output": "self_attn.dense", "attn_norm": "input_layernorm"},
+        {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        biases={"": (*_OF_ATTENTION, "ffn_up", "ffn_down")},
+        has_norm_bias=True,
+        has_head_bias=True,
+        model_type="phi",
+        names=OuterNames(final_norm="model.final_layernorm"),
+        rotates_part=True,
+        norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
+        activation=("hidden_act", "gelu_new"),
+    ),
+    "jais2": Family(
+        "Jais2ForCausalLM",
+        _ATTENTION | _PRE_NORMS,
+        _UNGATED,
+        biases={"attention_bias": _OF_ATTENTION, "mlp_bias": tuple(_UNGATED)},
+        has_norm_bias=True,
+        norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
+        activation=("hidden_act", "relu2"),
+    ),
     "arcee": replace(
         _LLAMA,
         transformers_class="ArceeForCausalLM",

@@ -155,7 +155,9 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
 
 def _tensor_names(file: GgufFile, shape: ModelShape, family: Family) -> dict[str, str]:
     """The checkpoint's name of every tensor of a model of this shape, keyed by its GGUF name."""
-    outer = {"token_embd": family.names.embedding, "output_norm": family.names.final_norm}
+    outer = {"token_embd": family.names.embedding}
+    if family.has_norm_weight:
+        outer["output_norm"] = family.names.final_norm
     if not shape.is_tied:
         outer["output"] = family.names.head
     if family.names.positions:
@@ -163,6 +165,8 @@ def _tensor_names(file: GgufFile, shape: ModelShape, family: Family) -> dict[str
     names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in outer.items()}
     if family.has_norm_bias:
         names["output_norm.bias"] = f"{family.names.final_norm}.bias"
+    if family.has_head_bias:
+        names["output.bias"] = f"{family.names.head}.bias"
     biased = {stem for group in shape.biases for stem in family.biases[group]}
     absent = {stem for stem in family.optional if f"blk.0.{stem}.weight" not in file.tensors}
     for layer in range(shape.num_layers):

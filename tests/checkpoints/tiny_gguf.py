@@ -45,8 +45,9 @@ MODELS = {
 ROUNDED = {"gemma3": (Gemma3TextConfig, Gemma3ForCausalLM)}
 ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 # Whose conversion changes the order of rows for interleaved rotary pairs, and adds 1 to the weights of norms.
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3", "olmo")
 PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 GATING = {"glm4moe": 2, "dots1": 2, "minimax-m2": 2}
 # What transformers calls tensors in memory, and the table.
 RENAMED = {
@@ -155,6 +156,8 @@ def _metadata(family: str, config: Any) -> dict[str, object]:
 
     ropes = config.rope_parameters if hasattr(config, "rope_parameters") else {}
     rope = ropes.get("full_attention", ropes)
+    if alpha := rope.get("alpha"):  # Hunyuan's
+        rope = {"rope_theta": rope["rope_theta"] * alpha ** (config.head_dim / (config.head_dim - 2))}
     head_dim = of("head_dim") or config.hidden_size // config.num_attention_heads
     kind, layer_types = rope.get("rope_type"), of("layer_types")
     is_yarn, pattern = kind == "yarn", [each == "sliding_attention" for each in layer_types or []]
@@ -167,7 +170,7 @@ def _metadata(family: str, config: Any) -> dict[str, object]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": 1 if of("multi_query") else of("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": of("rms_norm_eps"),
-        "attention.layer_norm_epsilon": of("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+        "attention.layer_norm_epsilon": 1e-5 if family == "olmo" else of(*LAYER_NORM_EPS),
         "rope.freq_base": rope.get("rope_theta"),
         "rope.freq_base_swa": ropes.get("sliding_attention", {}).get("rope_theta"),
         "rope.scaling.type": kind if kind in ("linear", "yarn") else None,
