@@ -27,7 +27,7 @@ def read_shape(file: GgufFile) -> ModelShape:
     rotary_dim = fields.count("rope.dimension_count", head_dim)
     if rotary_dim != head_dim and not (family.rotates_part and rotary_dim <= head_dim):
         raise fields.error("rope.dimension_count", f"{rotary_dim}; only the head size, {head_dim}, is supported")
-    if rotary_dim % 2:
+    if rotary_dim % 2 and rotary_dim < head_dim:
         raise fields.error("rope.dimension_count", f"{rotary_dim}; pairs are rotated")
     num_kv_heads = fields.count("attention.head_count_kv", num_heads)
     if num_kv_heads < 1 or head_dim % 2:
