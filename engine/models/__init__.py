@@ -99,7 +99,7 @@ def _family(file: ConfigFile) -> Family:
     architecture, model_type = file.architecture, file.text("model_type", "")
     for family in FAMILIES:
         names = {architecture, model_type} - {""}
-        if names and names <= {family.architecture, family.model_type}:
+        if names and names <= {family.architecture, family.base_architecture, family.model_type}:
             return family
     supported = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
     named = f"architecture {quoted(architecture or model_type)}"

@@ -49,6 +49,11 @@ class Family:
     model_type: str
     configure: Callable[[ConfigFile, str], ModelConfig]
 
+    @property
+    def base_architecture(self) -> str:
+        """What a checkpoint of the base model alone has in `architectures`."""
+        return self.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
+
 
 def _llama(file: ConfigFile, name: str) -> ModelConfig:
     """Touvron et al., 2023: each sublayer reads the normalised residual stream."""
