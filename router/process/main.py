@@ -21,7 +21,7 @@ from ..text.tokenizer import Tokenizer
 from .call_guard import GRPC_LOGGER, is_worth_logging
 from .public_port import check_exposure
 from .router import Router, import_traces
-from .supervisor import ChildFailedError
+from .supervisor import ChildFailedError, spawned_engine
 from .workers import ParentLink, WorkerConfig, Workers
 
 log = logging.getLogger("pagoda.router")
@@ -49,7 +49,8 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
         if config.workers > 1:
             event_loop.run(Workers(named, model.folder).run())
         else:
-            _run(Router(named, model.folder, Tokenizer(model.folder)))
+            with spawned_engine(named, model.folder) as engine:
+                _run(Router(named, model.folder, Tokenizer(model.folder), engine))
 
     return _exit_code_of(run, config)
 
@@ -61,7 +62,9 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
     def run() -> None:
         if config.serve.tenants_file:
             wait_for_tenants(Path(config.serve.tenants_file), config.serve.workers)
-        _run(Router(config.serve, folder, Tokenizer(folder), parent, config.index, config.sockets, config.spawned))
+        _run(
+            Router(config.serve, folder, Tokenizer(folder), None, parent, config.index, config.sockets, config.spawned)
+        )
 
     return _exit_code_of(run, config.serve)
 

@@ -54,7 +54,7 @@ from .control import AdminServicer, ControlServicer, ServingState
 from .public_port import auth_token, bind, max_message_bytes, server_options
 from .reflection import add_reflection
 from .shared_control import RouterGroup
-from .supervisor import EngineKeeper, Supervisor, engine_supervisor, spawn_address
+from .supervisor import EngineKeeper, SpawnedEngine
 from .workers import ParentLink
 
 # What serves HTTP is imported where it is used: a router without an HTTP port starts sooner, and with less memory.
@@ -97,6 +97,7 @@ class Router:
     """The parts of a router and the order in which they start and stop.
 
     config   its served_model_name is set
+    engine   the engine that this process has started, if it has
     parent   with several routers: the link to the process that started this one
     index    with several routers: this one's number
     sockets  with several routers: addresses of all routers' private services, this one's first
@@ -108,6 +109,7 @@ class Router:
         config: ServeConfig,
         folder: Path,
         tokenizer: Tokenizer,
+        engine: SpawnedEngine | None = None,
         parent: ParentLink | None = None,
         index: int = 0,
         sockets: Sequence[str] = (),
@@ -122,9 +124,9 @@ class Router:
         self._limits = self._first_limits()
         self._index = index
         self._sockets = sockets
-        self._spawned = spawned
-        self._supervisor: Supervisor | None = None  # set if this process spawns the engine
-        self._keeper: EngineKeeper | None = parent
+        self._spawned = engine.address if engine else spawned
+        self._supervisor = engine.supervisor if engine else None
+        self._keeper: EngineKeeper | None = self._supervisor or parent
         self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
         self._observers = Observers()
@@ -154,9 +156,7 @@ class Router:
         self._stop_on_signals()
         if self._tenants:
             self._tenants.load()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._tokenizer.close)
-            addresses = self._engine_addresses(stack)
+        with contextlib.closing(self._tokenizer):
             self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
             channels = [
                 EngineChannel(
@@ -168,7 +168,7 @@ class Router:
                     on_hang=self._keeper.kill if self._keeper else lambda: None,
                     wakeups=self._wakeups,
                 )
-                for address in addresses
+                for address in ([self._spawned] if self._spawned else self._config.engine_addresses)
             ]
             self._dispatcher = Dispatcher(channels)
             self._state = ServingState(self._dispatcher, self._admission)
@@ -200,15 +200,6 @@ class Router:
                 await asyncio.to_thread(self._traces.close)
         if self._failure is not None:
             raise self._failure
-
-    def _engine_addresses(self, stack: contextlib.ExitStack) -> list[str]:
-        if self._spawned:
-            return [self._spawned]
-        if self._config.engine != SPAWN:
-            return self._config.engine_addresses
-        address = stack.enter_context(spawn_address(self._config))
-        self._keeper = self._supervisor = engine_supervisor(self._config.engine_arguments(self._folder, address))
-        return [address]
 
     async def _start_server(self) -> grpc.aio.Server:
         config = self._config

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from ...channel.address import HAS_SHM, SHM_PREFIX
 from ...settings import EXIT_CONFIG, ServeConfig
-from ...settings.router import environment_without_secrets
+from ...settings.router import SPAWN, environment_without_secrets
 
 log = logging.getLogger("pagoda.router")
 
@@ -81,6 +82,7 @@ class Supervisor:
         self._environment = environment
         self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._early: subprocess.Popen[bytes] | None = None  # started before `run`
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # many children would fill the loop's own
         self._failed_starts = 0
         self._has_been_ready = False
@@ -91,6 +93,11 @@ class Supervisor:
         self._failed_starts = 0
         self._has_been_ready = self._has_ever_been_ready = True
 
+    def start(self) -> None:
+        """Start the child before the event loop runs; `run` then supervises it, or reports why it does not start."""
+        with contextlib.suppress(OSError):
+            self._process = self._early = self._start()
+
     async def run(self) -> None:
         """Run the child until cancelled, which stops it. Raises ChildFailedError when a restart cannot help."""
         backoff_s = BACKOFF_S[0]
@@ -99,7 +106,7 @@ class Supervisor:
                 started = time.monotonic()
                 self._has_been_ready = False
                 try:
-                    self._process = self._start()
+                    self._process, self._early = self._early or self._start(), None
                 except OSError as error:
                     if not self.restarts:
                         raise ChildFailedError(f"{self._name} cannot be started: {error.strerror}", 1) from error
@@ -177,13 +184,32 @@ class Supervisor:
         return await asyncio.get_running_loop().run_in_executor(self._threads, process.wait, timeout_s)
 
 
-def engine_supervisor(arguments: Sequence[str]) -> Supervisor:
-    """A supervisor of an engine; `arguments` are those of `python -m pagoda_server.engine`."""
-    return Supervisor(
-        "the engine",
-        [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"],
-        environment=environment_without_secrets(),  # it knows nothing of users
-    )
+class SpawnedEngine(NamedTuple):
+    address: str
+    supervisor: Supervisor
+
+
+@contextlib.contextmanager
+def spawned_engine(config: ServeConfig, folder: Path) -> Iterator[SpawnedEngine | None]:
+    """Start an engine at a private address, unless `serve` names one that runs; kill it when the block ends.
+
+    It loads while a router reads its tokenizer. The supervisor has to run from then on.
+    """
+    if config.engine != SPAWN:
+        yield None
+        return
+    with _private_address(config) as address:
+        arguments = config.engine_arguments(folder, address)
+        supervisor = Supervisor(
+            "the engine",
+            [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"],
+            environment=environment_without_secrets(),  # it knows nothing of users
+        )
+        supervisor.start()
+        try:
+            yield SpawnedEngine(address, supervisor)
+        finally:
+            supervisor.kill()
 
 
 def _read_lines(
@@ -202,8 +228,8 @@ def _describe(code: int) -> str:
 
 
 @contextlib.contextmanager
-def spawn_address(config: ServeConfig) -> Iterator[str]:
-    """A private address for a spawned engine, over the configured transport; valid until the block ends."""
+def _private_address(config: ServeConfig) -> Iterator[str]:
+    """An address for a spawned engine, over the configured transport; valid until the block ends."""
     if config.channel == "shm" or (config.channel == "auto" and HAS_SHM):
         yield f"{SHM_PREFIX}@pagoda-{secrets.token_hex(8)}"
         return

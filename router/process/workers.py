@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from ...settings import ServeConfig
-from ...settings.router import SPAWN
 from ...settings.setting import flag
 from ..errors import ConfigError
 from .announce import Announcer
 from .public_port import reserved_port
-from .supervisor import Supervisor, engine_supervisor, spawn_address
+from .supervisor import Supervisor, spawned_engine
 
 # -- the parent --------------------------------------------------------------------------------------------------------
 
@@ -85,11 +84,10 @@ class Workers:
             if config.http:
                 config = replace(config, http=stack.enter_context(reserved_port(config.http, "--http")))
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
-            spawned = None
-            if self._config.engine == SPAWN:
-                spawned = stack.enter_context(spawn_address(self._config))
-                self._engine = engine_supervisor(self._config.engine_arguments(self._folder, spawned))
-            self._routers = [self._router(index, config, spawned, private) for index in range(self._config.workers)]
+            engine = stack.enter_context(spawned_engine(self._config, self._folder))
+            self._engine = engine.supervisor if engine else None
+            address = engine.address if engine else None
+            self._routers = [self._router(index, config, address, private) for index in range(self._config.workers)]
             await self._run_until_stopped()
 
     async def _run_until_stopped(self) -> None:

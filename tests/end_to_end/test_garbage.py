@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 from collections import Counter
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from pagoda_server.checkpoints import find_model
 from pagoda_server.router.process.router import Router
+from pagoda_server.router.process.supervisor import SpawnedEngine, spawned_engine
 from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.runtime import event_loop
 from pagoda_server.settings import ServeConfig
@@ -49,9 +51,8 @@ def test_requests_leave_nothing_to_the_garbage_collector(way: str) -> None:
     address, http = free_address(), free_address()
     config = ServeConfig(model="synthetic", served_model_name="synthetic", listen=address, http=http, log_level="error")
 
-    async def main() -> None:
-        folder = find_model(config.model).folder
-        router = asyncio.create_task(Router(config, folder, Tokenizer(folder)).run())
+    async def main(folder: Path, engine: SpawnedEngine | None) -> None:
+        router = asyncio.create_task(Router(config, folder, Tokenizer(folder), engine).run())
         async with grpc.aio.insecure_channel(address) as channel:
             health, inference = health_pb2_grpc.HealthStub(channel), inference_pb2_grpc.InferenceStub(channel)
             check = health_pb2.HealthCheckRequest()
@@ -86,4 +87,6 @@ def test_requests_leave_nothing_to_the_garbage_collector(way: str) -> None:
             await router
         assert not Counter(ours)
 
-    event_loop.run(main())
+    folder = find_model(config.model).folder
+    with spawned_engine(config, folder) as engine:
+        event_loop.run(main(folder, engine))
