@@ -52,6 +52,7 @@ def run(config: EngineConfig) -> int:
     start_logging(config)
     if config.exit_with_parent:
         threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
+    gc.disable()  # what is loaded stays: collections only walk it
     try:
         check_exposure(config)
         progress = PrintedProgress()
@@ -61,6 +62,7 @@ def run(config: EngineConfig) -> int:
         runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
         speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()
         gc.collect()
+        gc.enable()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
         return event_loop.run(_serve(config, folder, runner, speculation, engine))
     except (ConfigError, CheckpointError, SettingError) as error:
