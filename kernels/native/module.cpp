@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "gguf_blocks.h"
 #include "head_norms.h"
 #include "ops.h"
 #include "recording.h"
@@ -330,6 +331,45 @@ PyObject* quantize_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->quantize_int4(pool, dtype, weight, codes, scales, minimums, groups); });
 }
 
+// Reads blocks of a file, whose sizes are checked here: (kind, blocks, bytes, weights, [table], out…). Several threads
+// may read at the same time, without the pool.
+template <typename Read>
+PyObject* read_blocks(const Arguments& arguments, Blocks kind, int64_t num_bytes, int64_t num_weights, const Read& read) {
+    if (arguments.failed()) return nullptr;
+    if (kind < Blocks{} || kind >= Blocks::count) return PyErr_Format(PyExc_ValueError, "no kind of block");
+    int64_t count = with_layout(kind, [=](auto layout) {
+        using L = decltype(layout);
+        return num_bytes % L::BYTES == 0 && num_weights == num_bytes / L::BYTES * L::SIZE ? num_bytes / L::BYTES : -1;
+    });
+    if (count < 0) return PyErr_Format(PyExc_ValueError, "blocks and weights differ in their sizes");
+    Py_BEGIN_ALLOW_THREADS;
+    read(count);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyObject* read_block_groups(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 7);
+    auto kind = static_cast<Blocks>(next.integer());
+    uint8_t* blocks = next.address<uint8_t>();
+    int64_t num_bytes = next.integer(), num_weights = next.integer();
+    uint8_t* codes = next.address<uint8_t>();
+    uint16_t *scales = next.address<uint16_t>(), *minimums = next.address<uint16_t>();
+    return read_blocks(next, kind, num_bytes, num_weights,
+                       [=](int64_t count) { read_groups(kind, blocks, count, codes, scales, minimums); });
+}
+
+PyObject* read_block_values(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 6);
+    auto kind = static_cast<Blocks>(next.integer());
+    uint8_t* blocks = next.address<uint8_t>();
+    int64_t num_bytes = next.integer(), num_weights = next.integer();
+    int8_t* table = next.address<int8_t>();
+    float* out = next.address<float>();
+    return read_blocks(next, kind, num_bytes, num_weights,
+                       [=](int64_t count) { read_values(kind, blocks, count, table, out); });
+}
+
 PyObject* pack_whole(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments next(values, count, 5);
     Dtype dtype = next.dtype();
@@ -494,6 +534,8 @@ PyMethodDef methods[] = {
     OP(linear_grouped),
     OP(embedding_grouped),
     OP(quantize_int4),
+    OP(read_block_groups),
+    OP(read_block_values),
     OP(pack_whole),
     OP(linear_whole),
     OP(route),
