@@ -70,6 +70,9 @@ class StoredGguf:
         kind = self.tensor.kind
         return encoded.view(_WHOLE[kind]) if kind in _WHOLE else self._values(encoded)
 
+    def blocks(self, rows: Rows) -> tuple[str, NDArray[np.uint8]] | None:
+        return (self.tensor.kind, self._encoded(rows)) if len(self.shape) == 2 and self.is_quantized else None
+
     def release(self) -> None:
         self.file.mapped.release(self.tensor.data)
 

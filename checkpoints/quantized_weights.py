@@ -54,6 +54,9 @@ class StoredQuantized:
         found: NDArray[Any] = self.read(rows)
         return found if self.grouping is None else self.read(rows).dequantize(self.grouping)
 
+    def blocks(self, rows: Rows) -> None:
+        return None
+
     def release(self) -> None:
         for part in self.parts:
             part.release()

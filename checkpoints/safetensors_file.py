@@ -61,6 +61,9 @@ class StoredValues:
     def whole(self, rows: Rows) -> NDArray[Any]:
         return self.data[rows] if self.shape else self.data
 
+    def blocks(self, rows: Rows) -> None:
+        return None
+
     def release(self) -> None:
         self.file.release(self.data)
 

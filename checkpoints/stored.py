@@ -13,7 +13,8 @@ from .folder import CheckpointError
 
 Rows = slice | NDArray[np.intp]  # which rows of a tensor, in which order
 
-VALUES_AT_ONCE = 1 << 20  # decoded at a time: until they are in their place, a value takes some 12 bytes
+ROWS_TOGETHER = 32  # what is read at a time begins at a multiple of these rows, which some weights are packed in
+VALUES_AT_ONCE = 1 << 18  # decoded at a time: more leaves holes in the heap, less takes longer
 MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, whose maximum is 65,504
 FLOAT16_MAX = 65_504
 
@@ -107,6 +108,9 @@ class StoredTensor(Protocol):
     def whole(self, rows: Rows) -> NDArray[Any]:
         """Rows of any tensor, as values. They may be a view of the mapped file."""
 
+    def blocks(self, rows: Rows) -> tuple[str, NDArray[np.uint8]] | None:
+        """Rows as a GGUF file has them, [rows, bytes], and the type of their blocks; None: they are in no blocks."""
+
     def release(self) -> None:
         """Give back the memory that reading has made resident. The file's pages stay in the system's cache."""
 
@@ -154,15 +158,18 @@ class StoredPart:
             whole = self.stored.whole(slice(self.expert, self.expert + 1))[0]
         return np.ascontiguousarray(whole.T[rows]) if self.is_transposed else whole[rows]
 
+    def blocks(self, rows: Rows) -> None:
+        return None
+
     def release(self) -> None:
         self.stored.release()
 
 
 def pieces(shape: tuple[int, ...], values_at_once: int = VALUES_AT_ONCE) -> Iterator[slice]:
-    """Slices of the rows of a tensor, a limited number of values at a time."""
+    """Slices of the rows of a tensor, about so many values at a time."""
     num_rows = shape[0] if shape else 1
     width = int(np.prod(shape[1:], dtype=np.int64))
-    step = max(1, values_at_once // max(1, width))
+    step = max(1, values_at_once // max(1, width) // ROWS_TOGETHER) * ROWS_TOGETHER
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 

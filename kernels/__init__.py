@@ -6,8 +6,10 @@ from .backend import UNQUANTIZED, Backend
 from .copy_blocks import bytes_of_block, copy_blocks, load_blocks, save_blocks
 from .embedding import Embedding
 from .experts import Experts, ExpertWeights
+from .gguf_blocks import read_groups, read_values, reads_blocks
 from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import GATED, HEAD, PLAIN, ROUTER, Linear, Use, is_compiled_whole
+from .linear_int8 import PackedInt8
 from .linear_quantized import has_native_int8_weight
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from .paged import AttentionPlan, PagedKV, Scoring
@@ -47,6 +49,7 @@ __all__ = [
     "HeadNorms",
     "Linear",
     "LogitAdjustments",
+    "PackedInt8",
     "PagedKV",
     "Recorder",
     "Recording",
@@ -68,6 +71,9 @@ __all__ = [
     "load_backend",
     "load_blocks",
     "quantize_int4_native",
+    "read_groups",
+    "read_values",
+    "reads_blocks",
     "save_blocks",
     "set_num_threads",
 ]

@@ -16,7 +16,7 @@ from .experts import Experts, ExpertsMaker, ExpertWeights, experts, experts_nati
 from .grouped_weight import GroupedFormat
 from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native, stacked
 from .linear_grouped import linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
-from .linear_int8 import linear_int8, linear_int8_native
+from .linear_int8 import PackedInt8, linear_int8, linear_int8_native
 from .linear_quantized import (
     linear_fp8_weight,
     linear_grouped_weight,
@@ -99,6 +99,7 @@ class Backend:
     makers       make the products of weights in each format; REFERENCE has all formats
     multiplies   whether the device multiplies weights in groups of this format
     join         makes an expert layer of products in each format; its reference is `experts`
+    packs_rows   the products of weights in int8 take rows that were packed one after the other
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
     weights           the format that a model's matrices get, except those that `keeps` names; int4: int8;
@@ -128,6 +129,7 @@ class Backend:
     most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows, Verified | None], None]
     multiplies: Callable[[GroupedFormat], bool] = multiplies_all
+    packs_rows: bool = False
     is_compiled: bool = False
     looks_up_rotations: bool = False
     weights: str = UNQUANTIZED
@@ -143,6 +145,10 @@ class Backend:
         if form is None or not self.multiplies(form):
             return False
         return self.weights == "groups" or self.weights == ("fp8" if form.is_float else "int4")
+
+    def place(self, out_size: int, in_size: int) -> PackedInt8 | None:
+        """Where a product's weight gets this backend's format while it is read; None: `linear` takes it whole."""
+        return PackedInt8.allocate(out_size, in_size) if self.packs_rows and self.weights in ("int8", "int4") else None
 
     def linear(self, weight: Any, bias: Tensor | None, use: Use = PLAIN) -> Linear:
         """Make a product with a weight, which gets this backend's format, or with a list of them that are stacked.
@@ -240,5 +246,6 @@ NATIVE = Backend(
     most_likely_allowed=most_likely_allowed_native,
     sample_rows=sample_rows,
     multiplies=multiplies_native,
+    packs_rows=True,
     is_compiled=True,
 )

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .grouped_weight import GroupedWeight
 from .linear import Linear
-from .linear_grouped import NativeGrouped
+from .linear_grouped import NativeGrouped, linear_grouped_native, multiplies_native
 from .linear_int8 import NativeInt8, dequantize_weight, quantize_weight
 
 
@@ -54,5 +54,14 @@ def embedding_int8(weight: Tensor, head: Linear | None, limits_pairs: bool = Fal
 def embedding_native(
     weight: Tensor | GroupedWeight, head: Linear | None, dtype: torch.dtype = torch.float32
 ) -> Embedding:
-    """`embedding_wide`, or rows of the packed weight of a tied head: those of `embedding_int8`, or in groups."""
+    """`embedding_wide`, or rows of a packed weight: of a tied head, those of `embedding_int8` or in groups; of a table
+    in 5 bits, whose codes take a byte each before. Other formats take no less memory packed.
+    """
+    if (
+        head is None
+        and isinstance(weight, GroupedWeight)
+        and weight.format.bits == 5
+        and multiplies_native(weight.format)
+    ):
+        head = linear_grouped_native(weight, None)
     return head.rows if isinstance(head, NativeInt8 | NativeGrouped) else embedding_wide(weight, head)

@@ -119,6 +119,12 @@ class GroupedWeight:
         for part, other in zip(self._parts(), source._parts(), strict=True):
             part.copy_(other)
 
+    def scaled(self, factor: float | Tensor) -> GroupedWeight:
+        """The weight times a number, or times one for each row [out]."""
+        by = factor.view(-1, 1) if isinstance(factor, Tensor) else factor
+        values, *numbers = self._parts()
+        return GroupedWeight(self.format, values, *((each.float() * by).to(each.dtype) for each in numbers))
+
     def whole_values(self) -> Tensor:
         """[out, groups, group] int8 or float8, what the codes stand for."""
         if self.format.bits != 4:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from .activate import Activation, activate
 from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import PLAIN, Linear, NativeLinear, Use
-from .linear_int8 import GROUP, linear_int8, linear_int8_native, quantize_rows
+from .linear_int8 import GROUP, PackedInt8, linear_int8, linear_int8_native, quantize_rows
 from .native_module import DTYPES, native
 
 
@@ -123,7 +123,7 @@ class NativeGrouped(NativeLinear):
         return out
 
 
-def linear_grouped_native(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+def linear_grouped_native(weight: Tensor | GroupedWeight | PackedInt8, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     if not isinstance(weight, GroupedWeight):
         return linear_int8_native(weight, bias, use)
     assert native is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -109,19 +110,63 @@ class NativeInt8(NativeLinear):
         return out
 
 
-def linear_int8_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+@dataclass(frozen=True, slots=True)
+class PackedInt8:
+    """A weight [out, in] of `linear_int8_native`, which `copy_` packs some rows at a time.
+
+    values  [out, groups * GROUP] int8, in panels of outputs
+    scales  [out, groups * (scales of a group, and its sum)] float32, in the same panels
+    """
+
+    shape: tuple[int, int]
+    values: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def allocate(out_size: int, in_size: int) -> PackedInt8:
+        assert native is not None
+        outputs, groups = -(-out_size // PANEL) * PANEL, -(-in_size // GROUP)
+        values = torch.empty(outputs, groups * GROUP, dtype=torch.int8)
+        return PackedInt8(
+            (out_size, in_size), values, torch.empty(outputs, groups * (3 if native.pairs_are_limited() else 2))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def split(self, sizes: list[int]) -> list[PackedInt8]:
+        """Views of so many rows each: multiples of PANEL, but for the last."""
+        starts = [0, *accumulate(sizes)]
+        assert all(start % PANEL == 0 for start in starts[:-1])
+        return [
+            PackedInt8((size, self.shape[1]), self.values[start:], self.scales[start:])
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+
+    def copy_(self, weight: Tensor) -> None:
+        """Pack rows [out, in] of any floating point dtype."""
+        assert native is not None
+        assert weight.shape == self.shape
+        _pack(weight if weight.dtype in DTYPES else weight.float(), native.pack_int8, self.values, self.scales)
+
+
+def linear_int8_native(weight: Tensor | PackedInt8, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     assert native is not None
-    out_size, in_size = weight.shape
-    panels, groups = -(-out_size // PANEL), -(-in_size // GROUP)
-    numbers = 3 if native.pairs_are_limited() else 2  # a group's scales, and its sum
-    packed = pack_int8(weight, native.pack_int8, panels * groups * GROUP * PANEL, panels * groups * numbers * PANEL)
-    return NativeInt8(in_size, out_size, packed, bias, use, native.linear_int8)
+    packed = weight if isinstance(weight, PackedInt8) else PackedInt8.allocate(*weight.shape)
+    if isinstance(weight, Tensor):
+        packed.copy_(weight)
+    return NativeInt8(*packed.shape[::-1], (packed.values, packed.scales), bias, use, native.linear_int8)
 
 
 def pack_int8(weight: Tensor, pack: Callable[..., None], num_values: int, num_scales: int) -> tuple[Tensor, Tensor]:
     """Return a weight's values, packed by one of the module's functions, and its scales."""
+    values, scales = torch.empty(num_values, dtype=torch.int8), torch.empty(num_scales)
+    _pack(weight, pack, values, scales)
+    return values, scales
+
+
+def _pack(weight: Tensor, pack: Callable[..., None], values: Tensor, scales: Tensor) -> None:
     assert takes(weight)
     out_size, in_size = weight.shape
-    values, scales = torch.empty(num_values, dtype=torch.int8), torch.empty(num_scales)
     pack(DTYPES[weight.dtype], weight.data_ptr(), values.data_ptr(), scales.data_ptr(), in_size, out_size)
-    return values, scales

@@ -376,7 +376,8 @@ class Decoder:
         self._ops, self._dtype = ops, weights.dtype
         # Logits are scaled by the head. Where that is the embedding too, an embedding makes up for it.
         is_tied, scale = config.tie_word_embeddings, config.logit_scale
-        table = weights.table(Rows(config.names.embedding, config.vocab_size, factor=scale if is_tied else 1.0), hidden)
+        rows = Rows(config.names.embedding, config.vocab_size, factor=scale if is_tied else 1.0)
+        table = weights.table(rows, hidden, is_tied)
         self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
         head = Rows(config.names.head, config.vocab_size, factor=scale)
         self._head = weights.head(head, hidden, config.head_bias, tied_to=table if is_tied else None)

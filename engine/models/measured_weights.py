@@ -72,8 +72,8 @@ class MeasuredWeights(Weights):
         self._count_table(made, rows)
         return made
 
-    def table(self, rows: Rows, in_size: int) -> Weight:
-        made = super().table(_shortened(rows, in_size), in_size)
+    def table(self, rows: Rows, in_size: int, is_multiplied: bool) -> Weight:
+        made = super().table(_shortened(rows, in_size), in_size, is_multiplied)
         self._count_table(made, rows)
         return made
 

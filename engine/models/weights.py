@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...checkpoints.folder import CheckpointError, quoted
 from ...checkpoints.progress import Progress, no_progress
-from ...checkpoints.stored import MAX_SCALE, VALUES_AT_ONCE, StoredPart, StoredTensor, pieces
+from ...checkpoints.stored import MAX_SCALE, ROWS_TOGETHER, VALUES_AT_ONCE, StoredPart, StoredTensor, pieces
 from ...checkpoints.weight_files import open_weights
 from ...kernels import (
     HEAD,
@@ -32,8 +32,12 @@ from ...kernels import (
     GroupedFormat,
     GroupedWeight,
     Linear,
+    PackedInt8,
     Use,
     quantize_int4_native,
+    read_groups,
+    read_values,
+    reads_blocks,
 )
 from ..core.errors import ConfigError
 
@@ -51,8 +55,8 @@ NUM_READERS = 2  # threads that decode what comes next while the last piece is c
 
 A = TypeVar("A")
 B = TypeVar("B")
-Weight = Tensor | GroupedWeight
-Place = TypeVar("Place", Tensor, GroupedWeight)
+Weight = Tensor | GroupedWeight | PackedInt8
+Place = TypeVar("Place", Tensor, GroupedWeight, PackedInt8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +169,22 @@ class Checkpoint:
         if stored.shape != tuple(place.shape):
             shapes = f"shape {list(stored.shape)} in {self._folder.name}, but config.json makes it {list(place.shape)}"
             raise ConfigError(f"tensor {name} has {shapes}")
-        read: Callable[[slice], Weight]
-        form = place.format if isinstance(place, GroupedWeight) else None
-        if form is not None and stored.grouping is not None and form == GroupedFormat(*astuple(stored.grouping)):
-            read = lambda part: _grouped(stored, rows, part, form)  # noqa: E731
-        else:
-            dtype = _dtype(name, stored)
-            read = lambda part: rows.changed(_whole(stored, rows, part, dtype), part)  # noqa: E731
         parts = list(pieces(stored.shape, VALUES_AT_ONCE))
         places = place.split([part.stop - part.start for part in parts]) if place.shape else [place]
-        for target, weight in zip(places, _ahead(self._readers, read, parts), strict=True):
+        form = None if stored.grouping is None else GroupedFormat(*astuple(stored.grouping))
+        dtype = _dtype(name, stored)
+
+        def read(job: tuple[Weight, slice]) -> Weight:
+            target, part = job
+            if isinstance(target, GroupedWeight) and target.format == form:
+                return _grouped(stored, rows, part, target)
+            return rows.changed(_whole(stored, rows, part, dtype), part)
+
+        for target, weight in zip(places, _ahead(self._readers, read, zip(places, parts, strict=True)), strict=True):
             if isinstance(target, GroupedWeight) and isinstance(weight, Tensor):
                 weight = _packed(name, weight)
-            target.copy_(weight)
+            if weight is not target:
+                target.copy_(weight)
             stored.release()
         self._done += stored.num_bytes
         self._progress("loading weights", self._done, self._total)
@@ -234,6 +241,8 @@ class RandomTensors:
             place.scales.fill_(step)
             if place.minimums is not None:
                 place.minimums.fill_(-step * (levels - 1) / 2)
+        elif isinstance(place, PackedInt8):
+            place.copy_(torch.empty(place.shape, dtype=torch.bfloat16).normal_(std=INITIALIZER_RANGE))
         elif "norm" in name:
             place.fill_(1.0)
         else:
@@ -306,9 +315,11 @@ class Weights:
     def has(self, rows: Rows) -> bool:
         return self._tensors.has(rows.tensor_name("weight"))
 
-    def table(self, rows: Rows, in_size: int) -> Weight:
-        """A matrix [size, in_size], in groups if the backend keeps that."""
-        return self._together([rows], in_size, self._kept(rows))
+    def table(self, rows: Rows, in_size: int, is_multiplied: bool) -> Weight:
+        """A matrix [size, in_size], in groups if the backend keeps that. `is_multiplied`: it is the head, too."""
+        if (form := self._kept(rows)) or is_multiplied:
+            return self._together([rows], in_size, form)
+        return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 
     def whole(self, rows: Rows, in_size: int) -> Tensor:
         """A matrix [size, in_size], never in groups."""
@@ -342,6 +353,9 @@ class Weights:
     def _together(self, rows: Sequence[Rows], in_size: int, form: GroupedFormat | None) -> Weight:
         out_size = sum(each.size for each in rows)
         if form is None:
+            are_together = not any(each.size % ROWS_TOGETHER for each in rows[:-1])
+            if are_together and (place := self.ops.place(out_size, in_size)):
+                return self._filled(place, rows, "weight")
             return self._filled(self._empty(out_size, in_size), rows, "weight")
         if in_size % form.group:
             raise ConfigError(
@@ -367,7 +381,12 @@ def _dtype(name: str, stored: StoredTensor) -> torch.dtype:
 
 
 def _whole(stored: StoredTensor, rows: Rows, part: slice, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(stored.whole(rows.index(part))).view(dtype)
+    blocks = stored.blocks(rows.index(part))
+    if blocks is None or stored.grouping is None or not reads_blocks(blocks[0]):
+        return torch.from_numpy(stored.whole(rows.index(part))).view(dtype)
+    values = torch.empty(part.stop - part.start, *stored.shape[1:])
+    read_values(blocks[0], torch.from_numpy(blocks[1]), stored.grouping.table, values)
+    return values
 
 
 def _packed(name: str, weight: Tensor) -> GroupedWeight:
@@ -378,14 +397,19 @@ def _packed(name: str, weight: Tensor) -> GroupedWeight:
     return packed
 
 
-def _grouped(stored: StoredTensor, rows: Rows, part: slice, form: GroupedFormat) -> GroupedWeight:
-    found, factor = stored.groups(rows.index(part)), rows.factor_of(part)
-    values, *numbers = (
-        torch.from_numpy(np.ascontiguousarray(each))
-        for each in (found.values, found.scales, found.minimums)
-        if each is not None
-    )
-    if factor != 1 if isinstance(factor, float) else True:
-        by = factor.view(-1, 1) if isinstance(factor, Tensor) else factor
-        numbers = [(each.float() * by).to(form.scale_dtype) for each in numbers]
-    return GroupedWeight.of_parts(form, values.view(form.values_shape[0]), *numbers)
+def _grouped(stored: StoredTensor, rows: Rows, part: slice, place: GroupedWeight) -> GroupedWeight:
+    """Rows in the format of `place`: `place` itself, filled, where compiled code reads them."""
+    form, blocks = place.format, stored.blocks(rows.index(part))
+    if blocks is not None and reads_blocks(blocks[0]) and not place.values.is_cuda:
+        read_groups(blocks[0], torch.from_numpy(blocks[1]), place)
+        found = place
+    else:
+        groups = stored.groups(rows.index(part))
+        values, *numbers = (
+            torch.from_numpy(np.ascontiguousarray(each))
+            for each in (groups.values, groups.scales, groups.minimums)
+            if each is not None
+        )
+        found = GroupedWeight.of_parts(form, values.view(form.values_shape[0]), *numbers)
+    factor = rows.factor_of(part)
+    return found if isinstance(factor, float) and factor == 1 else found.scaled(factor)

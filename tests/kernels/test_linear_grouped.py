@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagoda_server.engine.models.measured_weights import bytes_of
 from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.embedding import embedding_native
 from pagoda_server.kernels.grouped_weight import INT4, GroupedFormat, GroupedWeight
@@ -184,6 +185,15 @@ def test_rows_are_read_from_a_packed_weight(form: GroupedFormat) -> None:
         found = rows(chosen)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, weight.rows(chosen).dequantize(), rtol=1e-6, atol=1e-6)
+
+
+@compiled
+@all_formats
+def test_a_table_that_is_not_the_head_gives_its_rows_and_takes_no_more_memory(form: GroupedFormat) -> None:
+    weight, ids = random_weight(320, 128, form), torch.randint(0, 320, (50,))
+    rows = embedding_native(weight, None)
+    torch.testing.assert_close(rows(ids), weight.rows(ids).dequantize(), rtol=1e-6, atol=1e-6)
+    assert bytes_of(rows) <= (0.75 if form.bits == 5 else 1) * weight.nbytes
 
 
 @compiled

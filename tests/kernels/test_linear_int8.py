@@ -12,6 +12,7 @@ from pagoda_server.kernels.linear import PLAIN
 from pagoda_server.kernels.linear_int8 import (
     GROUP,
     PANEL,
+    PackedInt8,
     dequantize_weight,
     linear_int8,
     linear_int8_native,
@@ -39,6 +40,17 @@ def test_quantized_values_are_within_half_a_step() -> None:
     values, scales, least = quantize_rows(x)
     assert (values.min(), values.max()) == (0, 255)
     assert is_near(values * scales[..., None] + least[..., None], scales)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [[70], [PANEL, 6], [2 * PANEL, PANEL, 1]])
+def test_rows_that_are_packed_apart_are_those_of_the_whole(dtype: torch.dtype, sizes: list[int]) -> None:
+    weight, x = torch.randn(sum(sizes), 100).to(dtype), torch.randn(3, 100)
+    place = PackedInt8.allocate(*weight.shape)
+    for part, rows in zip(place.split(sizes), weight.split(sizes), strict=True):
+        part.copy_(rows)
+    assert torch.equal(linear_int8_native(place, None)(x), linear_int8_native(weight.float(), None)(x))
 
 
 @pytest.mark.parametrize("level", [0.0, 3.0, -0.5])
