@@ -123,6 +123,7 @@ class ModelShape:
     """What both the configuration and the weights depend on; queries, keys and values share `head_dim`.
 
     num_further  layers behind those, which predict a token after the next one and are not computed
+    ffn_size     width of a dense feed-forward layer
     biases       the groups of biases that the file has, by their fields of config.json
     num_experts  0: all layers are dense
     is_expert    for each layer, whether it has experts
@@ -131,6 +132,7 @@ class ModelShape:
     num_layers: int
     num_further: int
     hidden_size: int
+    ffn_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int

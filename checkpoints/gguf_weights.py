@@ -110,6 +110,7 @@ def open_gguf_weights(file: GgufFile) -> dict[str, StoredGguf]:
     shape, family = read_shape(file), family_of(file)
     names = _tensor_names(file, shape, family)
     _check_names(file, names, shape)
+    _check_sizes(file, names, shape)
     for tensor in file.tensors.values():
         _check_kind(file, tensor)
     return {
@@ -139,7 +140,7 @@ def _parts(
 
 def _stored(file: GgufFile, tensor: GgufTensor, shape: ModelShape, family: Family) -> StoredGguf:
     offset = family.norm_offset if tensor.name.endswith("norm.weight") else 0.0
-    return StoredGguf(file, tensor, _row_order(file, tensor, shape, family), offset)
+    return StoredGguf(file, tensor, _row_order(tensor, shape, family), offset)
 
 
 def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
@@ -197,7 +198,30 @@ def _check_names(file: GgufFile, names: dict[str, str], shape: ModelShape) -> No
         )
 
 
-def _row_order(file: GgufFile, tensor: GgufTensor, shape: ModelShape, family: Family) -> NDArray[np.intp] | None:
+def _check_sizes(file: GgufFile, names: dict[str, str], shape: ModelShape) -> None:
+    """Raise CheckpointError for a tensor that does not have the shape that the metadata gives it."""
+    queries, keys, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size
+    sizes = {
+        "token_embd": (shape.vocab_size, hidden),
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_qkv": (queries + 2 * keys, hidden),
+        "attn_output": (hidden, queries),
+        "ffn_down": (hidden, shape.ffn_size),
+    }
+    for name in names:
+        stem, kind = name.split(".")[-2:]
+        if stem not in sizes:
+            continue
+        expected = sizes[stem] if kind == "weight" else sizes[stem][:1]
+        if (found := file.tensors[name].shape) != expected:
+            raise CheckpointError(
+                f"{file.name}: {name} has shape {list(found)}, but the metadata makes it {list(expected)}"
+            )
+
+
+def _row_order(tensor: GgufTensor, shape: ModelShape, family: Family) -> NDArray[np.intp] | None:
     """For each row of a tensor in the checkpoint, the GGUF's row that holds it; None if the orders agree."""
     stem = tensor.name.split(".")[-2]
     if family.is_permuted and stem in ("attn_q", "attn_k"):
@@ -206,9 +230,5 @@ def _row_order(file: GgufFile, tensor: GgufTensor, shape: ModelShape, family: Fa
         heads, dims = 3, (shape.num_heads, shape.head_dim)
     else:
         return None
-    if (num_rows := tensor.shape[0]) != heads * dims[0] * dims[1]:
-        raise CheckpointError(
-            f"{file.name}: {tensor.name} has {num_rows} rows, not {heads} heads of {dims[0] * dims[1]}"
-        )
-    order = np.arange(num_rows).reshape(heads, *dims)
+    order = np.arange(tensor.shape[0]).reshape(heads, *dims)
     return (order.swapaxes(1, 2) if family.is_permuted else order.swapaxes(0, 1)).reshape(-1)

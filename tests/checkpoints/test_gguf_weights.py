@@ -227,8 +227,8 @@ def test_a_factor_without_a_type_scales_linearly(tmp_path: Path) -> None:
     assert (config.rope_parameters["rope_type"], config.rope_parameters["factor"]) == ("linear", 4.0)
 
 
-def with_tensor(name: str, values: np.ndarray | None) -> TinyModel:
-    tiny = tiny_model("llama")
+def with_tensor(name: str, values: np.ndarray | None, **config: object) -> TinyModel:
+    tiny = tiny_model("llama", **config)
     tiny.tensors[name] = values
     return tiny
 
@@ -246,7 +246,18 @@ UNUSABLE = {
     "blk.0.ffn_norm.weight has values that are not finite": with_tensor(
         "blk.0.ffn_norm.weight", np.full(64, np.nan, np.float32)
     ),
-    "attn_q.weight has 62 rows, not 4 heads of 16": with_tensor("blk.0.attn_q.weight", np.zeros((62, 64), np.float32)),
+    r"attn_q.weight has shape \[62, 64\], but the metadata makes it \[64, 64\]": with_tensor(
+        "blk.0.attn_q.weight", np.zeros((62, 64), np.float32)
+    ),
+    r"attn_k.bias has shape \[16\], but the metadata makes it \[32\]": with_tensor(
+        "blk.0.attn_k.bias", np.zeros(16, np.float32), attention_bias=True
+    ),
+    r"ffn_down.weight has shape \[64, 96\], but the metadata makes it \[64, 2147483647\]": with_metadata(
+        llama__feed_forward_length=(1 << 31) - 1
+    ),
+    r"token_embd.weight has shape \[264, 64\], but the metadata makes it \[264, 128\]": with_metadata(
+        llama__embedding_length=128
+    ),
     "frequency factors that differ": with_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32)),
     "frequency factors that differ from those": with_tensor("rope_freqs.weight", np.full((2, 64), 2.0, np.float32)),
     "0 key-value heads of 16 values": with_metadata(llama__attention__head_count_kv=0),
