@@ -168,7 +168,7 @@ def test_a_file_that_is_refused_is_not_read_whole_before(
     path = tiny_model("qwen2").write(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes().replace(b"qwen2", b"gpt-2"))
     monkeypatch.setattr(gguf_import, "sha256_of", lambda *_: pytest.fail("it is read whole"))
-    with pytest.raises(CheckpointError, match="architecture gpt-2 is not supported; supported: llama, qwen2"):
+    with pytest.raises(CheckpointError, match="architecture gpt-2 is not supported; supported: llama,"):
         resolve(str(path))
 
 
