@@ -7,7 +7,9 @@ projections the error is 0.85 % of their norm in int8 and 2.6 % in float8. A sca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,47 +53,40 @@ def _scale_to(weight: Tensor, greatest: float) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Quantized:
-    values: Tensor
-    scales: Tensor
+class _Dequantized:
+    """`linear`, summed in float32. `weight` makes the [out, in] float32 that it multiplies by."""
+
+    weight: Callable[[], Tensor]
     bias: Tensor | None
     activation: Activation | None
 
     def __call__(self, x: Tensor, /) -> Tensor:
         x = activate(x, self.activation) if self.activation else x
         bias = None if self.bias is None else self.bias.float()
-        return functional.linear(x.float(), self.values.float() * self.scales[:, None], bias).to(x.dtype)
+        return functional.linear(x.float(), self.weight(), bias).to(x.dtype)
+
+
+def _restored(values: Tensor, scales: Tensor) -> Tensor:
+    return values.float() * scales[:, None]
 
 
 def linear_int8_weight(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with a weight in int8, summed in float32."""
-    return _Quantized(*quantize_to_int8(weight), bias, use.activation)
+    return _Dequantized(partial(_restored, *quantize_to_int8(weight)), bias, use.activation)
 
 
 def linear_fp8_weight(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with a weight in float8, summed in float32. One that the checkpoint has in float8 keeps its values."""
-    if isinstance(weight, GroupedWeight):
-        return _Grouped(weight, bias, use.activation)
-    return _Quantized(*quantize_to_fp8(weight), bias, use.activation)
-
-
-@dataclass(frozen=True, slots=True)
-class _Grouped:
-    weight: GroupedWeight
-    bias: Tensor | None
-    activation: Activation | None
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        x = activate(x, self.activation) if self.activation else x
-        bias = None if self.bias is None else self.bias.float()
-        return functional.linear(x.float(), self.weight.dequantize(), bias).to(x.dtype)
+    if isinstance(weight, Tensor):
+        return _Dequantized(partial(_restored, *quantize_to_fp8(weight)), bias, use.activation)
+    return _Dequantized(weight.dequantize, bias, use.activation)
 
 
 def linear_grouped_weight(weight: Tensor | GroupedWeight, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear` with a weight in groups as the checkpoint has it, summed in float32; any other weight as it is."""
     if isinstance(weight, Tensor):
         return linear(weight, bias, use)
-    return _Grouped(weight, bias, use.activation)
+    return _Dequantized(weight.dequantize, bias, use.activation)
 
 
 def has_native_int8_weight() -> bool:
