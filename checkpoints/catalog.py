@@ -69,7 +69,7 @@ def _find(model: str, cache: Cache, progress: Progress, refreshes: bool) -> Foun
         if model in cache.published_names():
             return FoundModel(model, imported)
     if path.suffix == ".gguf" or os.path.lexists(path):
-        raise CheckpointError(f"{path} is no regular file" if os.path.lexists(path) else f"there is no file {path}")
+        raise CheckpointError(f"{path} is not a regular file" if os.path.lexists(path) else f"there is no file {path}")
     if name := HubName.parse(model):
         found = obtain_hub_model(name, cache, progress, refreshes)
         return FoundModel(model, found if found.is_dir() else obtain_gguf_model(found, cache, progress))

@@ -235,10 +235,10 @@ def test_a_path_that_is_no_file_is_not_looked_for_elsewhere(own_cache: Path, tmp
     with pytest.raises(CheckpointError, match=r"there is no file models/absent\.gguf"):
         resolve("models/absent.gguf")
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(CheckpointError, match=r"pipe\.gguf is no regular file"):
+    with pytest.raises(CheckpointError, match=r"pipe\.gguf is not a regular file"):
         resolve(str(tmp_path / "pipe.gguf"))
     (tmp_path / "loop.gguf").symlink_to(tmp_path / "loop.gguf")
-    with pytest.raises(CheckpointError, match=r"loop\.gguf is no regular file"):
+    with pytest.raises(CheckpointError, match=r"loop\.gguf is not a regular file"):
         resolve(str(tmp_path / "loop.gguf"))
 
 
