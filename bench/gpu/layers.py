@@ -19,7 +19,8 @@ from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.kernels.rms_norm import rms_norm
 from pagoda_server.kernels.rope_and_store_kv import rope_and_store_kv
 from pagoda_server.kernels.triton.activate import activate_triton
-from pagoda_server.kernels.triton.inputs import LLAMA_8B, MXFP4, ModelShape, normal, random_groups, random_pages
+from pagoda_server.kernels.triton.groups import MXFP4
+from pagoda_server.kernels.triton.inputs import LLAMA_8B, ModelShape, normal, random_groups, random_pages
 from pagoda_server.kernels.triton.linear import (
     linear_fp8_weight_triton,
     linear_grouped_triton,

@@ -19,7 +19,8 @@ def packed_table(table: tuple[int, ...] | None) -> int:
 
 
 # MXFP4's values, doubled: floating-point numbers of two bits of exponent and one of mantissa.
-E2M1 = tl.constexpr(packed_table((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)))
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+E2M1 = tl.constexpr(packed_table(MXFP4))
 
 
 @triton.jit

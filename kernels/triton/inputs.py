@@ -16,8 +16,7 @@ from ..rope_and_store_kv import quantize_heads
 from ..row_sampling import MAX_BIASES, MAX_STOPS, SamplingRows, allocate_rows
 
 BLOCK_SIZE = 16
-# What codes of 4 bits stand for: MXFP4's numbers, doubled, and those of GGUF's IQ4_NL.
-MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# What codes of 4 bits stand for in GGUF's IQ4_NL.
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 

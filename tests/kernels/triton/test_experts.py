@@ -11,7 +11,8 @@ from pagoda_server.kernels import GATED, INT4, UNQUANTIZED, GroupedFormat, load_
 from pagoda_server.kernels.experts import ExpertWeights, experts
 from pagoda_server.kernels.linear import linear
 from pagoda_server.kernels.route import Routes
-from pagoda_server.kernels.triton.inputs import MXFP4, random_groups
+from pagoda_server.kernels.triton.groups import MXFP4
+from pagoda_server.kernels.triton.inputs import random_groups
 from tests.kernels.test_experts import random_routes, random_weights
 from tests.kernels.triton.device import DEVICE
 

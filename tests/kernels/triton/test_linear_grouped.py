@@ -10,7 +10,8 @@ from pagoda_server.kernels import GATED, HEAD, PLAIN, GroupedFormat, GroupedWeig
 from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.triton import linear, linear_dequantized, linear_fixed
 from pagoda_server.kernels.triton.configs import IS_INTERPRETED
-from pagoda_server.kernels.triton.inputs import IQ4_NL, MXFP4, random_groups
+from pagoda_server.kernels.triton.groups import MXFP4
+from pagoda_server.kernels.triton.inputs import IQ4_NL, random_groups
 from pagoda_server.kernels.triton.linear import KERNEL_ROWS, in_groups, linear_grouped_triton
 from pagoda_server.kernels.triton.linear_dequantized import dequantize, look_up, multiply_dequantized
 from pagoda_server.kernels.triton.product import Config, multiply
