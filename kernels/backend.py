@@ -68,6 +68,7 @@ class RopeAndStoreKV(Protocol):
         kv: PagedKV,
         norms: HeadNorms | None = None,
         positions: Tensor | None = None,
+        centre: Tensor | None = None,
     ) -> Tensor: ...
 
 

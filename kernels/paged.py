@@ -17,7 +17,7 @@ class PagedKV:
 
     Token t of a sequence is in slot `block_table[t // block_size] * block_size + t % block_size`. Pages of a dtype in
     GREATEST hold values divided by `key_scales` and `value_scales`, which are [num_blocks, block_size, num_kv_heads]
-    float32.
+    float32. Keys and queries have other dimensions then: `rope_and_store_kv` mixes them.
     """
 
     keys: Tensor

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ def rope_and_store_kv(
     kv: PagedKV,
     norms: HeadNorms | None = None,
     positions: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys (RoPE; Su et al., 2021), store keys and values, and return the queries.
 
@@ -56,9 +59,15 @@ def rope_and_store_kv(
     kv         written in place; pages in 8 bits with the scales of `quantize_heads`
     norms      None: heads are not normalized
     positions  [num_tokens] int64, the tokens' rows of the tables; None: row i is of token i
+    centre     [num_kv_heads, head_dim] float32, contiguous, about what rotated keys have in common; None: nothing
     return     [num_tokens, num_heads, head_dim], qkv's dtype
 
     Dimension i is paired with i + head_dim / 2, as in Hugging Face's checkpoints. Rotation is in float32.
+
+    A few dimensions of a key may be a hundred times as large as the others, whose values would be lost in 8 bits. So
+    pages in 8 bits hold keys less their centre, which adds the same number to all scores of a query: a softmax without
+    caps and sinks is the same. Then `mix` spreads what is left over the dimensions of queries and keys, whose products
+    stay what they are (QuaRot; Ashkboos et al., 2024).
     """
     if norms is not None:
         qkv = norms.apply(qkv, kv.num_kv_heads, rms_norm)
@@ -68,10 +77,8 @@ def rope_and_store_kv(
     rotated = qkv[:, : -kv.num_kv_heads].float()
     first, second = rotated[..., :half], rotated[..., half:]
     cos, sin = cos[:, None], sin[:, None]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
-    queries, keys = rotated[:, : -kv.num_kv_heads], rotated[:, -kv.num_kv_heads :]
-    _store(keys, qkv[:, -kv.num_kv_heads :], slots, kv)
-    return queries
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return _store(rotated, qkv, slots, kv, centre)
 
 
 def rope_and_store_kv_cpu(
@@ -82,6 +89,7 @@ def rope_and_store_kv_cpu(
     kv: PagedKV,
     norms: HeadNorms | None = None,
     positions: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in fewer passes: a roll swaps the halves, and the sines carry their signs."""
     if norms is not None:
@@ -91,9 +99,8 @@ def rope_and_store_kv_cpu(
     half = kv.head_dim // 2
     wide = qkv[:, : -kv.num_kv_heads].float()
     cos, sin = torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
-    rotated = torch.addcmul(wide * cos, wide.roll(half, dims=-1), sin).to(qkv.dtype)
-    _store(rotated[:, -kv.num_kv_heads :], qkv[:, -kv.num_kv_heads :], slots, kv)
-    return rotated[:, : -kv.num_kv_heads]
+    rotated = torch.addcmul(wide * cos, wide.roll(half, dims=-1), sin)
+    return _store(rotated, qkv, slots, kv, centre)
 
 
 def rope_and_store_kv_native(
@@ -104,10 +111,11 @@ def rope_and_store_kv_native(
     kv: PagedKV,
     norms: HeadNorms | None = None,
     positions: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in one pass, after one for norms; keys and values go directly to their slots."""
     if native is None or not takes(qkv) or (kv.key_scales is not None and not is_int8(kv)):
-        return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms, positions)
+        return rope_and_store_kv_cpu(qkv, cos, sin, slots, kv, norms, positions, centre)
     if norms is not None:
         qkv = _normalise_native(qkv, kv, norms)
     if positions is not None:
@@ -124,6 +132,7 @@ def rope_and_store_kv_native(
         kv.values.data_ptr(),
         address(kv.key_scales),
         address(kv.value_scales),
+        address(centre),
         queries.data_ptr(),
         num_tokens,
         num_heads,
@@ -151,6 +160,29 @@ def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values.to(dtype), scales
 
 
+def mix(x: Tensor) -> Tensor:
+    """Multiply heads by an orthogonal matrix of ±1 / √n, so that no dimension of the result stands out.
+
+    x       [..., head_dim] float32
+    return  likewise
+
+    It is a Walsh–Hadamard transform of pairs of dimensions, and of as many neighbours in each half of a head as the
+    greatest power of two that divides head_dim / 2.
+    """
+    return x @ _mixing(x.shape[-1]).to(x.device)
+
+
+@lru_cache
+def _mixing(head_dim: int) -> Tensor:
+    half = head_dim // 2
+    width = half & -half
+    neighbours = torch.ones(1, 1)
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    while len(neighbours) < width:
+        neighbours = torch.kron(step, neighbours)
+    return torch.kron(step, torch.block_diag(*[neighbours] * (half // width))) / math.sqrt(2 * width)
+
+
 def _normalise_native(qkv: Tensor, kv: PagedKV, norms: HeadNorms) -> Tensor:
     assert native is not None
     out = empty(*qkv.shape, dtype=qkv.dtype)
@@ -162,12 +194,20 @@ def _normalise_native(qkv: Tensor, kv: PagedKV, norms: HeadNorms) -> Tensor:
     return out
 
 
-def _store(keys: Tensor, values: Tensor, slots: Tensor, kv: PagedKV) -> None:
+def _store(rotated: Tensor, qkv: Tensor, slots: Tensor, kv: PagedKV, centre: Tensor | None) -> Tensor:
+    """Store keys and values, and return the queries; `rotated` has queries and keys in float32."""
+    keys, values = rotated[:, -kv.num_kv_heads :], qkv[:, -kv.num_kv_heads :]
+    queries = rotated[:, : -kv.num_kv_heads]
+    if kv.key_scales is not None:
+        queries, keys = mix(queries), mix(keys if centre is None else keys - centre)
+    else:
+        keys = keys.to(qkv.dtype)
     if bool((slots < 0).any()):
         kept = slots >= 0
         keys, values, slots = keys[kept], values[kept], slots[kept]
     _store_heads(keys, slots, kv.keys, kv.key_scales)
     _store_heads(values, slots, kv.values, kv.value_scales)
+    return queries.to(qkv.dtype)
 
 
 def _store_heads(heads: Tensor, slots: Tensor, pages: Tensor, scales: Tensor | None) -> None:

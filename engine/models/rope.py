@@ -220,9 +220,17 @@ class Rope:
         """Cosines and sines, each [num_tokens, head_dim / 2] float32, of positions [num_tokens]; or the tables."""
         return self._tables or self._compute(positions)
 
+    def mean(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each [head_dim / 2] float32, on average over the first positions."""
+        half = self._frequencies * (num_positions / 2)  # the integrals of cosine and sine, divided by the last angle
+        return self._of_all_pairs(torch.sinc(2 * half / math.pi), half * torch.sinc(half / math.pi).square())
+
     def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * self._frequencies
-        cosines, sines = angles.cos() * self._gain, angles.sin() * self._gain
+        return self._of_all_pairs(angles.cos(), angles.sin())
+
+    def _of_all_pairs(self, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = cosines * self._gain, sines * self._gain
         if not self._num_still:
             return cosines, sines
         return functional.pad(cosines, (0, self._num_still), value=1.0), functional.pad(sines, (0, self._num_still))

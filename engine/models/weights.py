@@ -282,14 +282,18 @@ class Weights:
         """The weight of a norm that has none."""
         return self._empty(size).fill_(1.0)
 
+    def bias(self, rows: Sequence[Rows]) -> Tensor:
+        """The biases of products with the same input, [out]."""
+        return self._filled(self._empty(sum(each.size for each in rows)), rows, "bias")
+
     def linear(self, rows: Sequence[Rows], in_size: int, has_bias: bool = False, use: Use = PLAIN) -> Linear:
         """One product in place of several with the same input: their outputs are stacked in this order."""
-        bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
+        bias = self.bias(rows) if has_bias else None
         return self.ops.linear(self._stacked(rows, in_size), bias, use)
 
     def router(self, rows: Rows, in_size: int, has_bias: bool = False) -> Linear:
         """A product that is never quantized: its errors would change which experts are chosen."""
-        bias = self._filled(self._empty(rows.size), [rows], "bias") if has_bias else None
+        bias = self.bias([rows]) if has_bias else None
         return self.ops.linear(self.whole(rows, in_size), bias, ROUTER)
 
     def numbers(self, name: str, *shape: int) -> Tensor:
@@ -301,7 +305,7 @@ class Weights:
         """The products of experts, which are loaded and packed one by one."""
 
         def weight(rows: Sequence[Rows], in_size: int, form: GroupedFormat | None) -> tuple[Weight, Tensor | None]:
-            bias = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias") if has_bias else None
+            bias = self.bias(rows) if has_bias else None
             return self._together(rows, in_size, form), bias
 
         first = self._common([rows for each in parts for rows in each.gate_up], in_size)
@@ -328,7 +332,7 @@ class Weights:
     def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Weight | None) -> Linear:
         """The product that gives the logits. With `tied_to` its weight is that matrix, and is not read."""
         weight = self._together([rows], hidden_size, self._kept(rows)) if tied_to is None else tied_to
-        bias = self._filled(self._empty(rows.size), [rows], "bias") if has_bias else None
+        bias = self.bias([rows]) if has_bias else None
         return self.ops.linear(weight, bias, HEAD)
 
     def _stacked(self, rows: Sequence[Rows], in_size: int) -> list[Weight]:

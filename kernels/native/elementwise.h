@@ -64,8 +64,8 @@ void norm(ThreadPool& pool, const NormArgs& args) {
 }
 
 // Rotates one head, dimension i with i + half.
-template <typename T>
-void rotate(const T* from, const float* cosines, const float* sines, T* to, int64_t half) {
+template <typename T, typename R>
+void rotate(const T* from, const float* cosines, const float* sines, R* to, int64_t half) {
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
         Floats first = load(from + i), second = load(from + half + i);
@@ -78,6 +78,44 @@ void rotate(const T* from, const float* cosines, const float* sines, T* to, int6
         round_to(&to[i], first * cosines[i] - second * sines[i]);
         round_to(&to[half + i], second * cosines[i] + first * sines[i]);
     }
+}
+
+// Replaces each two lanes that are STEP apart by their sum and their difference, for STEP and all smaller steps.
+template <int STEP = LANES / 2, int... LANE>
+PAGODA_INLINE Floats mix_lanes(Floats value, std::integer_sequence<int, LANE...> lanes) {
+    const Floats signs{(LANE & STEP ? -1.0f : 1.0f)...};
+    value = pick<STEP, 0>(value, value) + pick<STEP, 1>(value, value) * signs;
+    if constexpr (STEP == 1)
+        return value;
+    else
+        return mix_lanes<STEP / 2>(value, lanes);
+}
+
+// `mix` of one head, in place.
+inline void mix_head(float* head, int64_t size) {
+    int64_t half = size / 2, width = half & -half;
+    auto mix_pairs = [&](int64_t first, int64_t step) {  // `step` dimensions with those behind them
+        int64_t i = first, end = first + step;
+        for (; i + LANES <= end; i += LANES) {
+            Floats one = load(head + i), two = load(head + i + step);
+            store(head + i, one + two);
+            store(head + i + step, one - two);
+        }
+        for (; i < end; i++) {
+            float one = head[i], two = head[i + step];
+            head[i] = one + two;
+            head[i + step] = one - two;
+        }
+    };
+    mix_pairs(0, half);
+    bool has_vectors = width % LANES == 0;
+    for (int64_t step = width / 2; step >= (has_vectors ? LANES : 1); step /= 2)
+        for (int64_t first = 0; first < size; first += 2 * step) mix_pairs(first, step);
+    float scale = 1.0f / std::sqrt(2.0f * static_cast<float>(width));
+    int64_t i = 0;
+    if (has_vectors)
+        for (; i < size; i += LANES) store(head + i, mix_lanes(load(head + i), std::make_integer_sequence<int, LANES>{}) * scale);
+    for (; i < size; i++) head[i] *= scale;
 }
 
 // `quantize_heads` of one head. NaN or infinity makes its scale NaN.
@@ -128,8 +166,20 @@ void rope_and_store_kv(ThreadPool& pool, const RopeArgs& args) {
             const T* from = static_cast<const T*>(args.qkv) + token * heads * head_dim;
             const float *cosines = args.cosines + token * half, *sines = args.sines + token * half;
             T* queries = static_cast<T*>(args.queries) + token * args.num_heads * head_dim;
-            for (int64_t head = 0; head < args.num_heads; head++)
-                rotate(from + head * head_dim, cosines, sines, queries + head * head_dim, half);
+            static thread_local std::vector<float> room;
+            room.resize(std::max<size_t>(room.size(), head_dim));
+            float* mixed = room.data();
+            for (int64_t head = 0; head < args.num_heads; head++, queries += head_dim) {
+                if (!args.key_scales) {
+                    rotate(from + head * head_dim, cosines, sines, queries, half);
+                    continue;
+                }
+                rotate(from + head * head_dim, cosines, sines, mixed, half);
+                mix_head(mixed, head_dim);
+                int64_t i = 0;
+                for (; i + LANES <= head_dim; i += LANES) store(queries + i, load(mixed + i));
+                for (; i < head_dim; i++) round_to(&queries[i], mixed[i]);
+            }
             int64_t slot = args.slots[token];
             if (slot < 0) continue;
             from += args.num_heads * head_dim;
@@ -141,11 +191,12 @@ void rope_and_store_kv(ThreadPool& pool, const RopeArgs& args) {
                 std::memcpy(static_cast<T*>(args.values) + at, from_values, args.num_kv_heads * head_dim * sizeof(T));
                 continue;
             }
-            static thread_local std::vector<T> rotated;
-            rotated.resize(std::max<size_t>(rotated.size(), head_dim));
             for (int64_t head = 0; head < args.num_kv_heads; head++, place++, at += head_dim) {
-                rotate(from + head * head_dim, cosines, sines, rotated.data(), half);
-                quantize_head(rotated.data(), static_cast<int8_t*>(args.keys) + at, args.key_scales + place, head_dim);
+                rotate(from + head * head_dim, cosines, sines, mixed, half);
+                if (args.centre)
+                    for (int64_t i = 0; i < head_dim; i++) mixed[i] -= args.centre[head * head_dim + i];
+                mix_head(mixed, head_dim);
+                quantize_head(mixed, static_cast<int8_t*>(args.keys) + at, args.key_scales + place, head_dim);
                 quantize_head(from_values + head * head_dim, static_cast<int8_t*>(args.values) + at, args.value_scales + place, head_dim);
             }
         }

@@ -105,7 +105,7 @@ PyObject* cap(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count) {
-    Arguments next(values, count, 14);
+    Arguments next(values, count, 15);
     Dtype dtype = next.dtype();
     RopeArgs args{};
     args.qkv = next.address();
@@ -116,6 +116,7 @@ PyObject* rope_and_store_kv(PyObject*, PyObject* const* values, Py_ssize_t count
     args.values = next.address();
     args.key_scales = next.address<float>();
     args.value_scales = next.address<float>();
+    args.centre = next.address<float>();
     args.queries = next.address();
     args.num_tokens = next.integer();
     args.num_heads = next.integer();

@@ -33,6 +33,7 @@ struct RopeArgs {
     const int64_t* slots;           // [num_tokens]
     void *keys, *values;            // the pages of one layer: of int8 if they have scales, else of the dtype of qkv
     float *key_scales, *value_scales;  // [num_blocks, block_size, num_kv_heads], or null
+    const float* centre;            // [num_kv_heads, head_dim], subtracted from keys that get scales; or null
     void* queries;                  // [num_tokens, num_heads, head_dim], written
     int64_t num_tokens, num_heads, num_kv_heads, head_dim;
 };

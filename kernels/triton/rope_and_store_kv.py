@@ -37,6 +37,7 @@ def rope_and_store_kv_triton(
     kv: PagedKV,
     norms: HeadNorms | None = None,
     positions: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """`rope_and_store_kv` in one pass, after another for norms over all heads at once. Pages must be contiguous."""
     weights = () if norms is None else (norms.query, norms.key)
@@ -58,6 +59,7 @@ def rope_and_store_kv_triton(
             kv.values,
             kv.key_scales,
             kv.value_scales,
+            None if kv.key_scales is None else centre,
             None if norms is None else norms.query,
             None if norms is None else norms.key,
             0.0 if norms is None else norms.eps,
@@ -65,6 +67,7 @@ def rope_and_store_kv_triton(
             NUM_KV_HEADS=kv.num_kv_heads,
             HEAD_DIM=kv.head_dim,
             BLOCK=triton.next_power_of_2(kv.head_dim // 2),
+            MIXES=(kv.head_dim // 2 & -(kv.head_dim // 2)).bit_length(),
             HEADS=config.heads,
             GREATEST=GREATEST.get(kv.dtype, 0.0),
             IS_INTERPRETED=IS_INTERPRETED,
@@ -86,6 +89,7 @@ def _rope_and_store_kv(
     values_ptr,
     key_scales_ptr,
     value_scales_ptr,
+    centre_ptr,
     query_norm_ptr,
     key_norm_ptr,
     eps,
@@ -93,6 +97,7 @@ def _rope_and_store_kv(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    MIXES: tl.constexpr,
     HEADS: tl.constexpr,
     GREATEST: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
@@ -112,7 +117,9 @@ def _rope_and_store_kv(
         inside = head < NUM_HEADS
         first, second = _load(qkv_ptr, row + head, inside, dim, HEAD_DIM)
         first, second = _normalise(first, second, query_norm_ptr, dim, eps, dtype, HEAD_DIM)
-        first, second = _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype, HEAD_DIM)
+        first, second = _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, HEAD_DIM)
+        if key_scales_ptr is not None:
+            first, second = _mix(first, second, HEADS, BLOCK, MIXES)
         _store(queries_ptr, token * NUM_HEADS + head, inside, dim, first, second, HEAD_DIM)
     else:
         slot = tl.load(slots_ptr + token)
@@ -123,8 +130,12 @@ def _rope_and_store_kv(
         if block < QUERY_BLOCKS + KV_BLOCKS:
             first, second = _load(qkv_ptr, row + NUM_HEADS + head, inside, dim, HEAD_DIM)
             first, second = _normalise(first, second, key_norm_ptr, dim, eps, dtype, HEAD_DIM)
-            first, second = _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype, HEAD_DIM)
+            first, second = _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, HEAD_DIM)
             if key_scales_ptr is not None:
+                if centre_ptr is not None:
+                    first_centre, second_centre = _load(centre_ptr, head, inside, dim, HEAD_DIM)
+                    first, second = first - first_centre, second - second_centre
+                first, second = _mix(first, second, HEADS, BLOCK, MIXES)
                 first, second = _quantize(
                     first, second, key_scales_ptr + place, is_stored, GREATEST, IS_INT8, IS_INTERPRETED
                 )
@@ -163,15 +174,27 @@ def _normalise(first, second, weight_ptr, dim, eps, dtype: tl.constexpr, HEAD_DI
 
 
 @triton.jit
-def _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, dtype: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _rotate(first, second, cos_ptr, sin_ptr, positions_ptr, token, dim, HEAD_DIM: tl.constexpr):
     turn = token
     if positions_ptr is not None:
         turn = tl.load(positions_ptr + token)
     places = turn * (HEAD_DIM // 2) + dim
     cos = tl.load(cos_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
     sin = tl.load(sin_ptr + places, mask=dim < HEAD_DIM // 2, other=0.0)
-    first, second = first * cos - second * sin, second * cos + first * sin
-    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)  # rounded even if it is quantized next
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _mix(first, second, HEADS: tl.constexpr, BLOCK: tl.constexpr, MIXES: tl.constexpr):
+    """`mix` of the halves of heads, each [HEADS, BLOCK], in MIXES steps: of the halves, then of neighbours."""
+    x = tl.join(first + second, first - second)
+    for step in tl.static_range(1, MIXES):
+        pairs = tl.permute(tl.reshape(x, (HEADS, BLOCK >> step, 2, 1 << step)), (0, 1, 3, 2))
+        one, two = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(one + two, one - two), (0, 1, 3, 2)), (HEADS, BLOCK, 2))
+    first, second = tl.split(x)
+    scale: tl.constexpr = 2.0 ** (-0.5 * MIXES)
+    return first * scale, second * scale
 
 
 @triton.jit
@@ -180,8 +203,7 @@ def _quantize(
 ):
     """`quantize_heads`: store the scales and return the values in float32."""
     greatest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
-    if IS_INT8:  # a maximum may leave NaN out, and int8 cannot hold it
-        greatest += tl.sum((first + second) * 0.0, axis=1, keep_dims=True)
+    greatest += tl.sum((first + second) * 0.0, axis=1, keep_dims=True)  # a maximum may leave NaN out
     scale = greatest / GREATEST
     scale = tl.where(scale == 0, 1.0, scale)
     tl.store(scale_ptr, scale, mask=is_stored)

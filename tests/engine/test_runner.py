@@ -112,6 +112,25 @@ def test_a_cache_of_int8_takes_half_the_memory_and_changes_logits_little(
     assert 0 < error < 0.05
 
 
+def test_large_biases_of_keys_cost_a_cache_of_int8_no_accuracy(tmp_path: Path) -> None:
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("k_proj.bias"):
+                tensor.view(-1, 16)[:, [7, 15]] = torch.tensor([100.0, -70.0])  # the pair that turns least
+
+    save_model(MODELS["qwen2"], tmp_path)
+    edit_tensors(tmp_path, enlarge)
+    edit_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    found = []
+    for dtype in ("auto", "int8"):
+        runner = load_runner(tmp_path, kv_cache_dtype=dtype)
+        seq = ShuffledBlocks(runner).sequence(random_prompt(60, seed=1), 1)
+        found.append(runner.logits(Chunk(seq, 0, 60, False)).log_softmax(dim=-1))
+    exact, small = found
+    error = (exact - small).abs().mean() / exact.std()
+    assert 0 < error < 0.02
+
+
 def test_cache_size_follows_the_formula(saved: Callable[[str], Path]) -> None:
     info = load_runner(saved("qwen3"), kv_cache_gb=0.001, block_size=8).info
     assert info.kv_cache.bytes_per_token == 2 * 2 * 2 * 16 * 4

@@ -17,6 +17,20 @@ def empty_pages(num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.flo
     return PagedKV(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
 
 
+def mixing(head_dim: int) -> torch.Tensor:
+    """The matrix of `mix`, from its definition."""
+    half = head_dim // 2
+    width = half & -half
+    signs = torch.zeros(head_dim, head_dim, dtype=torch.float64)
+    for row in range(head_dim):
+        for column in range(head_dim):
+            if row % half // width == column % half // width:
+                common = (row % half % width) & (column % half % width)
+                odd = common.bit_count() + (row // half) * (column // half)
+                signs[row, column] = (-1) ** odd
+    return signs / (2 * width) ** 0.5
+
+
 def angles(num_tokens: int, head_dim: int) -> torch.Tensor:
     return torch.rand(num_tokens, head_dim // 2) * 6.3
 
@@ -117,35 +131,67 @@ def test_queries_are_left_as_they_are_where_keys_alone_have_a_norm(backend: Back
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("head_dim", [8, 10, 64])
+@pytest.mark.parametrize("head_dim", [8, 10, 16, 64, 80, 96])
 @pytest.mark.parametrize("dtype", GREATEST, ids=str)
-def test_pages_in_8_bits_hold_heads_divided_by_their_scales(
-    backend: Backend, dtype: torch.dtype, head_dim: int
+@pytest.mark.parametrize("has_centre", [False, True])
+def test_pages_in_8_bits_hold_mixed_keys_less_their_centre_and_values(
+    backend: Backend, dtype: torch.dtype, head_dim: int, has_centre: bool
 ) -> None:
     qkv, angle, slots = torch.randn(4, 7, head_dim).bfloat16(), angles(4, head_dim), torch.tensor([17, -1, 2, 5])
     qkv[:, -2:] *= torch.tensor([1e-3, 1e3])[None, :, None]
     qkv[3, -1] = 0
+    centre = 30 * torch.randn(2, head_dim) if has_centre else None
     shape = (NUM_BLOCKS, BLOCK_SIZE, 2)
     pages = torch.full((2, *shape, head_dim), torch.nan).to(dtype)
     scales = torch.full((2, *shape), torch.nan)
-    whole, kv = empty_pages(2, head_dim, torch.bfloat16), PagedKV(*pages, *scales)
-    expected = backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, whole)
-    assert torch.equal(backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv), expected)
+    kv, turns = PagedKV(*pages, *scales), (angle.cos(), angle.sin())
+    q = backend.rope_and_store_kv(qkv, *turns, slots, kv, centre=centre)
+    whole = empty_pages(2, head_dim)
+    rotated = REFERENCE.rope_and_store_kv(qkv.float(), *turns, slots, whole)
+    torch.testing.assert_close(q.double(), rotated.double() @ mixing(head_dim), atol=1e-2, rtol=1e-2)
     assert (~scales[0].flatten(0, 1).isnan().any(dim=-1)).nonzero()[:, 0].tolist() == [2, 5, 17]
-    for stored, scale, exact in ((kv.keys, kv.key_scales, whole.keys), (kv.values, kv.value_scales, whole.values)):
+    keys = (whole.keys if centre is None else whole.keys - centre).double() @ mixing(head_dim)
+    for stored, scale, exact in ((kv.keys, kv.key_scales, keys), (kv.values, kv.value_scales, whole.values)):
         assert scale is not None
         at = slots[slots >= 0]
         restored = (stored.float() * scale[..., None]).flatten(0, 1)[at]
         exact = exact.flatten(0, 1)[at].float()
         greatest = exact.abs().amax(dim=-1, keepdim=True)
+        expected_scale = torch.where(greatest == 0, 1.0, greatest / GREATEST[dtype])[..., 0]
+        torch.testing.assert_close(scale.flatten(0, 1)[at], expected_scale, atol=0, rtol=1e-5)
         if dtype == torch.int8:
-            expected_values, expected_scale = quantize_heads(exact, dtype)
-            assert torch.equal(scale.flatten(0, 1)[at], expected_scale)
-            assert torch.equal(stored.flatten(0, 1)[at], expected_values)
             limit = (greatest / 254).expand(exact.shape)
         else:  # three bits of mantissa; below 2^-6 of the scale, steps of 2^-9
             limit = (exact.abs() / 16).maximum(greatest / 448 * 2**-10)
         assert ((restored - exact).abs() <= limit * 1.001).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", GREATEST, ids=str)
+def test_large_dimensions_that_keys_share_cost_no_accuracy_of_scores_in_8_bits(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    tokens, head_dim = 20, 64
+    qkv, angle, slots = torch.randn(tokens, 3, head_dim), torch.zeros(tokens, head_dim // 2), torch.arange(tokens)
+    centre = torch.zeros(1, head_dim)
+    centre[0, [3, 31, 63]] = torch.tensor([150.0, -90.0, 120.0])
+    qkv[:, 1] += centre[0]
+    qkv[:, 1, 7] *= 20  # differs between keys, so that mixing alone helps
+    shape = (2, NUM_BLOCKS, BLOCK_SIZE, 1)
+    kv = PagedKV(
+        torch.zeros(*shape, head_dim).to(dtype)[0], torch.zeros(*shape, head_dim).to(dtype)[1], *torch.zeros(shape)
+    )
+    q = backend.rope_and_store_kv(qkv, angle.cos(), angle.sin(), slots, kv, centre=centre)
+    assert kv.key_scales is not None
+    keys = (kv.keys.float() * kv.key_scales[..., None]).flatten(0, 1)[:, 0]
+
+    def errors(queries: torch.Tensor, keys: torch.Tensor) -> float:
+        """What is wrong in scores beside a number for each query."""
+        wrong = queries @ keys.T - qkv[:, 0] @ qkv[:, 1].T
+        return (wrong - wrong.mean(dim=1, keepdim=True)).square().mean().sqrt().item() / head_dim**0.5
+
+    naive, scales = quantize_heads(qkv[:, 1], dtype)
+    assert errors(q[:, 0], keys) < errors(qkv[:, 0], naive.float() * scales[:, None]) / 5
 
 
 @pytest.mark.parametrize("dtype", GREATEST, ids=str)

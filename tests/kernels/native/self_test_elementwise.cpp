@@ -103,38 +103,78 @@ Findings test_rope_and_store_kv(const Subject& on) {
             on.ops.rope_and_store_kv(on.pool, on.dtype, args);
             Room<int8_t> small_keys(keys.size(), 1), small_values(keys.size(), 1);
             Room<float> key_scales(SLOTS * KV_HEADS, 1), value_scales(SLOTS * KV_HEADS, 1);
-            Tensor same_queries(on.dtype, queries.size());
+            Tensor mixed_queries(on.dtype, queries.size());
+            std::vector<float> centre(kv_size);
+            for (float& each : centre) each = static_cast<float>(10 * random.normal());
             args.keys = small_keys.data();
             args.values = small_values.data();
             args.key_scales = key_scales.data();
             args.value_scales = value_scales.data();
-            args.queries = same_queries.data();
+            args.centre = centre.data();
+            args.queries = mixed_queries.data();
             on.ops.rope_and_store_kv(on.pool, on.dtype, args);
-            found.require(same_queries.has_bits_of(queries, 0, queries.size()), "queries depend on the type of the pages");
-            // Rounded heads are those of the pages above, to half a step.
-            auto compare_rounded = [&](const Tensor& exact, const Room<int8_t>& small, const Room<float>& scales, int64_t head) {
-                float scale = scales.data()[head];
-                double greatest = 0;
-                for (int64_t i = head * head_dim; i < (head + 1) * head_dim; i++) {
-                    greatest = std::max(greatest, std::fabs(exact.at(i)));
-                    double error = std::fabs(exact.at(i) - double{scale} * small.data()[i]);
-                    found.require(error <= scale * 0.50001, "a number of int8 is further away than half a step");
+            auto at = [&](int64_t token, int64_t head, int64_t i) {
+                return qkv.at((token * (HEADS + 2 * KV_HEADS) + head) * head_dim + i);
+            };
+            auto rotated = [&](int64_t token, int64_t head) {
+                std::vector<double> to(head_dim);
+                for (int64_t i = 0; i < head_dim; i++) {
+                    double cosine = cosines[token * half + i % half], sine = sines[token * half + i % half];
+                    to[i] = at(token, head, i) * cosine + at(token, head, (i + half) % head_dim) * (i < half ? -sine : sine);
                 }
-                found.require(std::fabs(scale * 127 - greatest) <= greatest * 1e-6, "a scale is not that of the greatest");
+                return to;
+            };
+            // By the definition of `mix` in rope_and_store_kv.py.
+            auto mixed = [&](const std::vector<double>& head) {
+                int64_t width = half & -half;
+                std::vector<double> to(head_dim, 0);
+                for (int64_t i = 0; i < head_dim; i++)
+                    for (int64_t j = 0; j < head_dim; j++) {
+                        if (i % half / width != j % half / width) continue;
+                        int64_t common = (i % width & j % width) | (i / half & j / half) << 32;
+                        bool is_odd = false;
+                        for (; common; common &= common - 1) is_odd = !is_odd;
+                        to[i] += is_odd ? -head[j] : head[j];
+                    }
+                for (double& each : to) each /= std::sqrt(2.0 * static_cast<double>(width));
+                return to;
+            };
+            auto size_of = [](const std::vector<double>& head) {
+                double squares = 0;
+                for (double each : head) squares += each * each;
+                return std::sqrt(squares);
+            };
+            for (int64_t token = 0; token < tokens; token++)
+                for (int64_t head = 0; head < HEADS; head++) {
+                    auto expected = mixed(rotated(token, head));
+                    for (int64_t i = 0; i < head_dim; i++)
+                        found.compare(mixed_queries.at((token * HEADS + head) * head_dim + i), expected[i], size_of(expected));
+                }
+            // Numbers of int8 are at most half a step away, and what float32 rounds.
+            auto compare_rounded = [&](const std::vector<double>& exact, const Room<int8_t>& small, const Room<float>& scales, int64_t head) {
+                float scale = scales.data()[head];
+                double greatest = 0, size = size_of(exact);
+                for (int64_t i = 0; i < head_dim; i++) {
+                    greatest = std::max(greatest, std::fabs(exact[i]));
+                    double error = std::fabs(exact[i] - double{scale} * small.data()[head * head_dim + i]);
+                    found.require(error <= scale * 0.50001 + size * 1e-6, "a number of int8 is further away than half a step");
+                }
+                found.require(std::fabs(scale * 127 - greatest) <= size * 1e-6, "a scale is not that of the greatest");
             };
             for (int64_t head = 0; head < SLOTS * KV_HEADS; head++)
-                if (token_of[head / KV_HEADS] >= 0) {
-                    compare_rounded(keys, small_keys, key_scales, head);
-                    compare_rounded(values, small_values, value_scales, head);
+                if (int64_t token = token_of[head / KV_HEADS]; token >= 0) {
+                    auto key = rotated(token, HEADS + head % KV_HEADS);
+                    for (int64_t i = 0; i < head_dim; i++) key[i] -= centre[head % KV_HEADS * head_dim + i];
+                    std::vector<double> value(head_dim);
+                    for (int64_t i = 0; i < head_dim; i++) value[i] = at(token, HEADS + KV_HEADS + head % KV_HEADS, i);
+                    compare_rounded(mixed(key), small_keys, key_scales, head);
+                    compare_rounded(value, small_values, value_scales, head);
                 } else {
                     found.require(key_scales.is_poison(head) && value_scales.is_poison(head) && small_keys.is_poison(head * head_dim) &&
                                       small_values.is_poison(head * head_dim), "wrote a slot that no token has");
                 }
             found.require(small_keys.has_whole_guards() && small_values.has_whole_guards() && key_scales.has_whole_guards() &&
                               value_scales.has_whole_guards(), "wrote beyond its output");
-            auto at = [&](int64_t token, int64_t head, int64_t i) {
-                return qkv.at((token * (HEADS + 2 * KV_HEADS) + head) * head_dim + i);
-            };
             auto compare_head = [&](const Tensor& got, int64_t from, int64_t token, int64_t head) {
                 for (int64_t i = 0; i < head_dim; i++) {
                     double cosine = cosines[token * half + i % half], sine = sines[token * half + i % half];

@@ -114,13 +114,14 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
             plain = Activation(function, is_gated=False, parameters=PARAMETERS.get(function, ()))
             yield Case(f"{model.name} activate, {function}", partial(activate_triton, gate_up, plain))
     float8, int8 = (random_pages(model, 1, ROWS, dtype, META) for dtype in GREATEST)
+    centre = torch.empty(model.num_kv_heads, model.head_dim, device=META)
     for name, kv, head_norms in (
         ("", pages, None),
         (", head norms", pages, norms),
         (", float8", float8, None),
         (", int8", int8, None),
     ):
-        call = partial(rope_and_store_kv_triton, qkv, cos, sin, slots, kv, head_norms, positions)
+        call = partial(rope_and_store_kv_triton, qkv, cos, sin, slots, kv, head_norms, positions, centre)
         yield Case(f"{model.name} rope{name}", call)
 
 

@@ -84,7 +84,7 @@ def test_rotations_are_looked_up_by_position() -> None:
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 2, 80), (32, 8, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 2, 10), (9, 3, 64), (4, 2, 80), (32, 8, 128)])
 @pytest.mark.parametrize("dtype", GREATEST, ids=str)
 def test_pages_in_8_bits_and_their_scales_are_those_of_the_reference(
     dtype: torch.dtype, has_norms: bool, heads: int, kv_heads: int, head_dim: int
@@ -93,11 +93,13 @@ def test_pages_in_8_bits_and_their_scales_are_those_of_the_reference(
     qkv[:, heads:] *= torch.logspace(-2, 2, 2 * kv_heads, device=DEVICE)[:, None]
     qkv[1, -1] = 0
     norms = head_norms(head_dim, torch.float16) if has_norms else None
+    centre = None if has_norms else 10 * torch.randn(kv_heads, head_dim, device=DEVICE)
     slots = torch.tensor([17, 0, -1, 5], device=DEVICE)
     turns = rotations(4, head_dim)
     kv, expected_kv = (empty_pages(kv_heads, head_dim, dtype) for _ in range(2))
-    rope_and_store_kv_triton(qkv, *turns, slots, kv, norms)
-    rope_and_store_kv(qkv, *turns, slots, expected_kv, norms)
+    q = rope_and_store_kv_triton(qkv, *turns, slots, kv, norms, centre=centre)
+    expected_q = rope_and_store_kv(qkv, *turns, slots, expected_kv, norms, centre=centre)
+    torch.testing.assert_close(q, expected_q, atol=4e-3, rtol=4e-3)
     for scales, expected in ((kv.key_scales, expected_kv.key_scales), (kv.value_scales, expected_kv.value_scales)):
         torch.testing.assert_close(scales, expected, atol=0, rtol=4e-3, equal_nan=True)
     for pages, expected in ((kv.keys, expected_kv.keys), (kv.values, expected_kv.values)):
