@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 UNITS = {"MB": 1e6, "GB": 1e9, "MIB": 2**20, "GIB": 2**30}
-ROUTER_BYTES = 94_000_000  # of a router with an empty vocabulary, and for each byte of tokenizer.json: docs/models.md
+ROUTER_BYTES = 81_000_000  # of a router with an empty vocabulary, and for each byte of tokenizer.json: docs/models.md
 PER_TOKENIZER_BYTE = 30.5
 
 

@@ -21,11 +21,10 @@ from ..core.errors import ConfigError
 from ..models.measured_weights import MeasuredWeights
 from .loaded_model import LoadedModel, load_for_serving
 
-# What an engine takes beside weights and KV cache, as docs/models.md measures it: bytes of Python, torch and code,
-# bytes for each value of a token's activations in a step, and the holes that packing leaves, as a part of the weights.
-# Without quantization oneDNN keeps the code of its products instead.
-BASE_BYTES, SCRATCH_BYTES, HOLES = 275_000_000, 2_240, 0.068
-BASE_UNQUANTIZED_BYTES, SCRATCH_UNQUANTIZED_BYTES = 308_000_000, 2_090
+# What an engine takes beside weights and KV cache, as docs/models.md measures it: bytes of Python, torch and code, and
+# bytes for each value of a token's activations in a step. Without quantization oneDNN keeps the code of its products.
+BASE_BYTES, SCRATCH_BYTES = 262_000_000, 2_240
+BASE_UNQUANTIZED_BYTES, SCRATCH_UNQUANTIZED_BYTES = 277_000_000, 2_090
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def _rest_of(loaded: LoadedModel) -> int:
     values = 2 * config.ffn_size + 4 * config.hidden_size
     if loaded.ops.weights == UNQUANTIZED:
         return BASE_UNQUANTIZED_BYTES + SCRATCH_UNQUANTIZED_BYTES * values
-    return BASE_BYTES + SCRATCH_BYTES * values + round(HOLES * loaded.model.weight_bytes)
+    return BASE_BYTES + SCRATCH_BYTES * values
 
 
 def main() -> int:
