@@ -97,7 +97,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder / WEIGHTS_INDEX} has no weight_map")
     names = {str(name) for name in weight_map.values()}
     for name in names:
-        if Path(name).name != name or Path(name).suffix != ".safetensors":  # a file elsewhere is none of this model's
+        if Path(name).name != name or Path(name).suffix != ".safetensors":  # a path could lead out of the folder
             problem = "which is not a safetensors file of the folder"
             raise CheckpointError(f"{folder / WEIGHTS_INDEX} names {quoted(name)}, {problem}")
     return [folder / name for name in sorted(names)]

@@ -103,8 +103,8 @@ class Backend:
     packs_rows   the products of weights in int8 take rows that were packed one after the other
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
-    weights           the format that a model's matrices get, except those that `keeps` names; int4: int8;
-                      groups: all matrices as the checkpoint has them, and activations as they are
+    weights           the format that a model's matrices get, except those that `keeps` names. int4 makes int8 of these,
+                      and groups leaves them as the checkpoint has them; its activations are not rounded
     is_deterministic  a token's logits depend on the tokens before it alone, to the last bit: not on the batch, on how
                       the prompt was cut, or on what was cached
 

@@ -21,7 +21,7 @@ from pagoda_server.kernels.rope_and_store_kv import quantize_heads
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 4  # of SmolLM2-135M
 CASES = ((1, 1, 128), (8, 1, 128), (64, 1, 128), (1, 1, 2048), (64, 1, 2048), (1, 512, 512), (1, 512, 2048))
 DTYPES = (torch.bfloat16, torch.int8)
-# Of all layers in bfloat16, so that most of a layer leaves the processor before it is read again.
+# The layers together are so large that most of a layer leaves the processor's caches before it is read again.
 CACHE_BYTES = 400_000_000
 
 

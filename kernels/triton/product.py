@@ -219,7 +219,7 @@ def _multiply(
                 weight_ptr,
                 scales_ptr,
                 minimums_ptr,
-                scale,  # a tuple takes no local None
+                scale,  # not in a tuple, because Triton takes no local None there
                 *(read_output, start, in_size, first_parameter, second_parameter, dtype),
                 *(INPUTS, GROUP, IS_PACKED, TABLE, IS_EVEN, FUNCTION, IS_GATED),
             )

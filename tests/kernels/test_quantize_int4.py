@@ -66,5 +66,5 @@ def test_compiled_code_rounds_as_the_reference(dtype: torch.dtype) -> None:
     assert (packed.values == expected.values).float().mean() > 0.99
     for row in range(300):
         of_row = squared_error(weight[row], packed.rows(torch.tensor([row])))
-        # Of two ranges that are about as good, sums in another order may choose the other.
+        # Where two ranges are about equally good, sums in another order may choose the other one.
         assert of_row <= 1.02 * squared_error(weight[row], expected.rows(torch.tensor([row])))
