@@ -262,7 +262,7 @@ class SharedPrompts:
         if siblings is None or siblings.first is not seq:
             return []
         siblings.blocks = seq.blocks[: self._pool.blocks_for(seq.request.prompt_len - 1)]
-        if self._windows:
+        if self._windows and seq.blocks:
             self._hold_windows(siblings, seq.blocks, (seq.request.prompt_len - 1) // self._pool.block_size)
         self._pool.share(siblings.blocks)
         ready = list(siblings.others.values())

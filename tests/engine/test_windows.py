@@ -205,3 +205,12 @@ def test_families_with_windows_give_transformers_tokens_and_read_nothing_behind_
         assert seq.tokens[seq.request.prompt_len :] == outputs[seq.id // 2]
     assert served.scheduler.counters.preemptions > 0
     assert prefix_caching or poisoned.num_given_back > 10
+
+
+def test_a_sequence_that_is_preempted_before_its_first_token_holds_nothing_for_its_siblings() -> None:
+    engine = SteppedEngine(block_size=4, lookahead=1, windows=(None, 8))
+    first, *others = engine.add_siblings(3, prompt(11), max_tokens=5)
+    engine.step()  # the step that computes the prompt is in flight
+    engine.scheduler._preempt(first)
+    engine.run()
+    assert all(engine.outputs[seq.id] == engine.expected(seq) for seq in [first, *others])
