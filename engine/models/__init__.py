@@ -29,6 +29,7 @@ checkpoints/gguf_families.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -101,8 +102,9 @@ def _family(file: ConfigFile) -> Family:
         names = {architecture, model_type} - {""}
         if names and names <= {family.architecture, family.base_architecture, family.model_type}:
             return family
-    supported = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
+    supported = list(dict.fromkeys(family.architecture for family in FAMILIES))
+    nearest = ", ".join(get_close_matches((architecture or f"{model_type}ForCausalLM")[:64], supported, cutoff=0.0))
     named = f"architecture {quoted(architecture or model_type)}"
     if model_type and any(architecture == family.architecture for family in FAMILIES):
         named += f" with model_type {quoted(model_type)}"
-    raise ConfigError(f"{named} is not supported; supported: {supported}")
+    raise ConfigError(f"{named} is not supported; of the {len(supported)} that are, the nearest names are {nearest}")

@@ -183,7 +183,7 @@ class Attention:
         sinks = weights.numbers(f"{name}.sinks", config.num_heads) if config.has_sinks else None
         self._scoring = Scoring(config.score_cap, sinks)
         has_centre = config.qkv_bias and self._norms is None and self._scoring.is_plain
-        self._centre = _key_centre(weights.bias(rows), config, rope) if has_centre else None
+        self._centre = _key_centre(weights.bias_once(rows), config, rope) if has_centre else None
 
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""

@@ -286,6 +286,13 @@ class Weights:
         """The biases of products with the same input, [out]."""
         return self._filled(self._empty(sum(each.size for each in rows)), rows, "bias")
 
+    def bias_once(self, rows: Sequence[Rows]) -> Tensor:
+        """`bias`, for a computation while the model is loaded: it is not counted, because nobody keeps it."""
+        num_bytes = self.num_bytes
+        found = self.bias(rows)
+        self.num_bytes = num_bytes
+        return found
+
     def linear(self, rows: Sequence[Rows], in_size: int, has_bias: bool = False, use: Use = PLAIN) -> Linear:
         """One product in place of several with the same input: their outputs are stacked in this order."""
         bias = self.bias(rows) if has_bias else None

@@ -36,7 +36,7 @@ def test_a_family_of_transformers_is_served_or_refused_by_its_name(model_type: s
     elif SERVED.get(fields["model_type"]) == architecture:
         assert read_config(tmp_path).family == fields["model_type"]
     else:
-        with pytest.raises(ConfigError, match=f"architecture {architecture} .*is not supported; supported: "):
+        with pytest.raises(ConfigError, match=f"architecture {architecture} .*is not supported; of the "):
             read_config(tmp_path)
 
 

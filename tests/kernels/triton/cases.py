@@ -17,11 +17,11 @@ from pagoda_server.kernels.rope_and_store_kv import HeadNorms
 from pagoda_server.kernels.row_sampling import Verified, allocate_sampled
 from pagoda_server.kernels.triton.activate import activate_triton
 from pagoda_server.kernels.triton.experts import few_rows, multiply_rows, stack_of, weigh
+from pagoda_server.kernels.triton.groups import MXFP4
 from pagoda_server.kernels.triton.inputs import (
     IQ4_NL,
     LLAMA_1B,
     LLAMA_8B,
-    MXFP4,
     SMOLLM2,
     ModelShape,
     attention_plan,
