@@ -36,12 +36,14 @@ def server() -> Iterator[Server]:
 
 
 def routers(server: Server) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children()
-    return [
-        child
-        for child in children
-        if child.status() != psutil.STATUS_ZOMBIE and "pagoda_server.router.process.main" in child.cmdline()
-    ]
+    return [child for child in psutil.Process(server.process.pid).children() if _is_router(child)]
+
+
+def _is_router(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # one may end after it was listed
+        is_running = process.status() != psutil.STATUS_ZOMBIE
+        return is_running and "pagoda_server.router.process.main" in process.cmdline()
+    return False
 
 
 def wait_for(what: str, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
