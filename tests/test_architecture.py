@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -130,6 +131,14 @@ def test_imports_inside_the_server_are_relative() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pagoda_server")
     ]
     assert not absolute, "\n".join(absolute)
+
+
+def test_a_wheel_has_every_header_of_the_kernels() -> None:
+    """Without one, an installation compiles nothing, and serves without its kernels."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (extension,) = project["tool"]["setuptools"]["ext-modules"]
+    headers = {str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.h")}
+    assert set(extension["depends"]) == headers
 
 
 def test_nothing_unpickles() -> None:
