@@ -204,10 +204,10 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
             Prefetch<P> prefetch;
             if (at + 1 < end) {
                 splits[(at + 1) % 2] = locate(decodes[at + 1]);
-                prefetch = {args, splits[(at + 1) % 2], all_keys, all_values, stride, steps};
+                prefetch = {&args, splits[(at + 1) % 2], all_keys, all_values, stride, steps};
             } else {  // the last of a run: prefetch its own values, which are needed after its scores
                 const P* values = all_values + first_head * HEAD_DIM;
-                prefetch = {args, split, values, values, heads_a_part * HEAD_DIM, ceil_div(steps, heads_a_part)};
+                prefetch = {nullptr, split, values, values, heads_a_part * HEAD_DIM, ceil_div(steps, heads_a_part)};
             }
             for (int64_t kv_head = first_head; kv_head < first_head + heads_a_part; kv_head++)
                 decode(decodes[at], split, kv_head, prefetch);

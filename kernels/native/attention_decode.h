@@ -20,14 +20,14 @@ struct Prefetch {
     static constexpr bool HAS_SCALES = std::is_same_v<T, int8_t>;
     const TokenOffsets* split = nullptr;
     const T *keys = nullptr, *values = nullptr;
-    const AttentionArgs* args = nullptr;
+    const AttentionArgs* args = nullptr;  // where the scales are; null: they have been read
     int64_t size = 0;            // elements of each token
     int64_t lines_a_step = 0;    // of keys, and as many of values
     int64_t token = 0, element = 0;
 
     // Fetches everything within `steps` steps.
-    Prefetch(const AttentionArgs& args, const TokenOffsets& split, const T* keys, const T* values, int64_t size, int64_t steps)
-        : split(&split), keys(keys), values(values), args(&args), size(size),
+    Prefetch(const AttentionArgs* args, const TokenOffsets& split, const T* keys, const T* values, int64_t size, int64_t steps)
+        : split(&split), keys(keys), values(values), args(args), size(size),
           lines_a_step(ceil_div(split.count * size / LINE, steps)) {}
     Prefetch() = default;
 
@@ -35,7 +35,7 @@ struct Prefetch {
         for (int64_t i = 0; i < lines_a_step && token < split->count; i++) {
             __builtin_prefetch(keys + split->at[token] + element, 0, 2);
             __builtin_prefetch(values + split->at[token] + element, 0, 2);
-            if (HAS_SCALES && element == 0) {
+            if (HAS_SCALES && args && element == 0) {
                 int64_t at = split->at[token] / args->head_dim;
                 __builtin_prefetch(args->key_scales + at, 0, 2);
                 __builtin_prefetch(args->value_scales + at, 0, 2);
