@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from .folder import CheckpointError
-from .gguf_families import ROPE_FACTORS, Family, Fields, ModelShape, family_of
+from .gguf_families import ROPE_FACTORS, Family, ModelShape, family_of
+from .gguf_fields import Fields
 from .gguf_file import GgufFile
 
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
