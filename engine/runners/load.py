@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pagoda.engine")
 
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+
 
 class InformedRunner(Runner, Protocol):
     """
@@ -51,8 +53,9 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> Infor
     # By default threads spin for long at the end of a parallel region. If another process has taken the core of the one
     # thread that still works, each of a step's many regions can then last a time slice (docs/performance.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
-    # Kernels for the meta device take a third of torch's import, and only what traces or compiles a model uses them.
-    sys.modules.setdefault("torch._meta_registrations", ModuleType("torch._meta_registrations"))
+    if not NVIDIA_DRIVER.exists():
+        # Kernels for the meta device take a third of torch's import. Only what traces or compiles a model uses them.
+        sys.modules.setdefault("torch._meta_registrations", ModuleType("torch._meta_registrations"))
     return _load_model(replace(config, model=str(folder)), progress)
 
 
