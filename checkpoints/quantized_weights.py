@@ -259,7 +259,7 @@ def _packed(source: _Source, module: str) -> StoredQuantized:
     return StoredQuantized((out_size, in_size), (words,), read, grouping)
 
 
-# Of the tensors of all experts: which projections they hold, and how many lie in turn.
+# The projections whose rows alternate in each tensor of the experts.
 _MXFP4_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 

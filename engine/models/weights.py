@@ -287,7 +287,7 @@ class Weights:
         return self._filled(self._empty(sum(each.size for each in rows)), rows, "bias")
 
     def bias_once(self, rows: Sequence[Rows]) -> Tensor:
-        """`bias`, for a computation while the model is loaded: it is not counted, because nobody keeps it."""
+        """Read biases that are needed only while the model is loaded, so `num_bytes` does not count them."""
         num_bytes = self.num_bytes
         found = self.bias(rows)
         self.num_bytes = num_bytes
