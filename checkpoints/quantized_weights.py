@@ -91,6 +91,19 @@ def with_quantized(tensors: dict[str, StoredTensor], config: object) -> dict[str
         return tensors
     assert isinstance(config, dict)
     source = _Source(tensors, config)
+    return _scaled(_decoded(source, method))
+
+
+def _scaled(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same tensors. Raises CheckpointError for float8 weights without a scale: by themselves they mean nothing."""
+    for name, stored in tensors.items():
+        if stored.encoding.startswith("F8_"):
+            raise CheckpointError(f"tensor {quoted(name)} is stored as {stored.encoding}, but its scale is missing")
+    return tensors
+
+
+def _decoded(source: _Source, method: str) -> dict[str, StoredTensor]:
+    config = source.config
     match method:
         case "awq":
             source.require("version", config.get("version", "gemm"), "gemm", "GEMM")
@@ -101,12 +114,13 @@ def with_quantized(tensors: dict[str, StoredTensor], config: object) -> dict[str
             source.require("checkpoint_format", config.get("checkpoint_format", "gptq"), "gptq", "gptq_v2")
             return source.replaced(".qweight", _gptq, (".qweight", ".qzeros", ".scales", ".g_idx"))
         case "fp8":
-            suffix = ".weight_scale_inv" if "weight_block_size" in config else ".weight_scale"
+            suffix = ".weight_scale_inv" if config.get("weight_block_size") else ".weight_scale"
             return source.replaced(suffix, _fp8, (".weight", suffix, ".input_scale", ".activation_scale"))
         case "mxfp4":
             return _mxfp4(source)
     form = config.get("format", "")
     source.require("format", form, *_COMPRESSED_FORMATS)
+    source.require("transform_config", config.get("transform_config") or None, None)
     if form == "pack-quantized":
         parts = ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx"
         return source.replaced(".weight_packed", _packed, parts)
@@ -145,6 +159,12 @@ class _Source:
             raise CheckpointError(f"tensor {quoted(name)} is stored as {stored.encoding}, not {' or '.join(encodings)}")
         return stored
 
+    def matrix(self, name: str, *encodings: str) -> StoredTensor:
+        stored = self.stored(name, *encodings)
+        if len(stored.shape) != 2:
+            raise CheckpointError(f"tensor {quoted(name)} has shape {list(stored.shape)}, which is no matrix's")
+        return stored
+
     def has(self, name: str) -> bool:
         return name in self._tensors
 
@@ -155,7 +175,7 @@ class _Source:
         return widened(values) if stored.encoding == "BF16" else values
 
     def require(self, what: str, value: object, *allowed: object) -> None:
-        if value not in allowed:
+        if not any(type(value) is type(each) and value == each for each in allowed):  # 4.0 bits could not be counted
             raise CheckpointError(
                 f"config.json: quantization_config: {what} {quoted(value)} is not supported;"
                 f" supported: {', '.join(map(str, allowed))}"
@@ -167,7 +187,7 @@ _FLOATS = "F32", "F16", "BF16"
 
 def _awq(source: _Source, module: str) -> StoredQuantized:
     """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]: (code - zero) * scale."""
-    codes, zeros = source.stored(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
+    codes, zeros = source.matrix(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
     scales = source.array(f"{module}.scales", *_FLOATS)
     in_size, out_size = codes.shape[0], 8 * codes.shape[1]
     repeat = _repeats(module, in_size, scales, (-1, out_size), zeros, out_size // 8)
@@ -192,10 +212,11 @@ def _gptq(source: _Source, module: str) -> StoredQuantized:
     stores zero - 1. Groups whose inputs are not neighbours (act-order) do not fit ours: their weights are read whole.
     """
     bits = source.config["bits"]
-    codes, zeros = source.stored(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
+    codes, zeros = source.matrix(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
     scales = source.array(f"{module}.scales", *_FLOATS)
     in_size, out_size = codes.shape[0] * 32 // bits, codes.shape[1]
-    group_of_input = np.arange(in_size) // (in_size // max(1, len(scales)))
+    repeat = _repeats(module, in_size, scales, (-1, out_size), zeros, out_size * bits // 32)
+    group_of_input = np.arange(in_size) // (in_size // len(scales))
     is_in_order = True
     if source.has(f"{module}.g_idx"):
         given = source.array(f"{module}.g_idx", "I32")
@@ -203,7 +224,8 @@ def _gptq(source: _Source, module: str) -> StoredQuantized:
         group_of_input = given
         if given.shape != (in_size,) or given.min(initial=0) < 0 or given.max(initial=0) >= len(scales):
             raise CheckpointError(f"tensor {quoted(module)}.g_idx names groups that do not exist")
-    repeat = _repeats(module, in_size, scales, (-1, out_size), zeros, out_size * bits // 32)
+    elif source.config.get("desc_act") and len(scales) > 1:
+        raise CheckpointError(f"tensor {quoted(module)}.g_idx is missing, but desc_act is set")
     first_version = source.config.get("checkpoint_format", "gptq") == "gptq"
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     mask = np.uint32((1 << bits) - 1)
@@ -225,10 +247,10 @@ def _gptq(source: _Source, module: str) -> StoredQuantized:
 
 def _packed(source: _Source, module: str) -> StoredQuantized:
     """weight_packed int32 [out, in / 8], weight_scale [out, groups], weight_zero_point int32 [out / 8, groups]."""
-    words, scales = source.stored(f"{module}.weight_packed", "I32"), source.array(f"{module}.weight_scale", *_FLOATS)
+    words, scales = source.matrix(f"{module}.weight_packed", "I32"), source.array(f"{module}.weight_scale", *_FLOATS)
     shape = source.array(f"{module}.weight_shape", "I64", "I32")
     out_size, in_size = (int(size) for size in shape) if shape.shape == (2,) else (0, 0)
-    if len(words.shape) != 2 or words.shape[0] != out_size or not in_size:
+    if words.shape[0] != out_size or not in_size:
         raise CheckpointError(
             f"tensor {quoted(module)}.weight_packed has shape {list(words.shape)}, not that of its shape"
         )
@@ -243,11 +265,11 @@ def _packed(source: _Source, module: str) -> StoredQuantized:
     zeros = np.full(scales.shape, 1 << bits - 1, np.int32)
     if source.has(f"{module}.weight_zero_point"):
         packed = source.array(f"{module}.weight_zero_point", "I32").view(np.uint32)
-        zeros = (packed[:, None] >> shifts[:, None] & mask).reshape(-1, packed.shape[-1])[:out_size].astype(np.int32)
-        if zeros.shape != scales.shape:
+        if packed.shape != (-(-out_size * bits // 32), scales.shape[1]):
             raise CheckpointError(
                 f"tensor {quoted(module)}.weight_zero_point does not fit the scales' {list(scales.shape)}"
             )
+        zeros = (packed[:, None] >> shifts[:, None] & mask).reshape(-1, packed.shape[1])[:out_size].astype(np.int32)
 
     def read(rows: Rows) -> Groups:
         codes = words.whole(rows).view(np.uint32)
@@ -320,7 +342,7 @@ def _bias_rows(bias: StoredPart, turn: slice) -> StoredQuantized:
 
 def _compressed(source: _Source, module: str) -> StoredQuantized:
     """weight in int8 or float8 [out, in] and weight_scale [out, 1] or [1]."""
-    stored, scales = source.stored(f"{module}.weight", "I8", "F8_E4M3"), _scales_of_rows(source, module, "weight_scale")
+    stored, scales = source.matrix(f"{module}.weight", "I8", "F8_E4M3"), _scales_of_rows(source, module, "weight_scale")
     if stored.encoding == "F8_E4M3":
         return _float8(stored, stored.shape[1], lambda rows: scales[rows])
     in_size = stored.shape[1]
@@ -341,15 +363,18 @@ def _compressed(source: _Source, module: str) -> StoredQuantized:
 
 def _fp8(source: _Source, module: str) -> StoredQuantized:
     """weight in float8 [out, in], and a factor of each block of inputs and outputs, of each output, or of all."""
-    stored = source.stored(f"{module}.weight", "F8_E4M3")
-    if "weight_block_size" not in source.config:
+    stored = source.matrix(f"{module}.weight", "F8_E4M3")
+    if not source.config.get("weight_block_size"):
         scales = _scales_of_rows(source, module, "weight_scale")
         return _float8(stored, stored.shape[1], lambda rows: scales[rows])
     match source.config["weight_block_size"]:
         case [int(height), int(width)] if height > 0 and width > 0:
             pass
         case size:
-            source.require("weight_block_size", size, [128, 128])
+            raise CheckpointError(
+                f"config.json: quantization_config: weight_block_size {quoted(size)} is not supported; two positive"
+                " integers are"
+            )
     blocks = source.array(f"{module}.weight_scale_inv", *_FLOATS)
     out_size, in_size = stored.shape
     if blocks.shape != (-(-out_size // height), -(-in_size // width)):
@@ -380,11 +405,9 @@ def _float8(stored: StoredTensor, group: int, factors: Callable[[Rows], NDArray[
 
 def _scales_of_rows(source: _Source, module: str, name: str) -> NDArray[Any]:
     """[out, 1], from a scale for each output or one for all."""
-    scales, out_size = (
-        source.array(f"{module}.{name}", *_FLOATS),
-        source.stored(f"{module}.weight", "I8", "F8_E4M3").shape[0],
-    )
-    if scales.size not in (1, out_size):
+    scales = source.array(f"{module}.{name}", *_FLOATS)
+    out_size = source.matrix(f"{module}.weight", "I8", "F8_E4M3").shape[0]
+    if scales.size != 1 and scales.shape not in ((out_size,), (out_size, 1)):  # others are scales of groups or blocks
         raise CheckpointError(
             f"tensor {quoted(module)}.{name} has shape {list(scales.shape)}, not one value for each output"
         )
@@ -400,7 +423,7 @@ def _repeats(
     width: int = 0,
 ) -> int:
     """How many of our groups share a scale of the file's. Raises CheckpointError if that is no whole number."""
-    groups = len(scales)
+    groups = scales.shape[0] if scales.ndim else 0
     if scales.shape != (groups, shape[1]) or (zeros is not None and zeros.shape != (groups, width)):
         raise CheckpointError(f"{quoted(module)}: its scales and zeros have other shapes than its weight")
     if not groups or in_size % groups or in_size // groups % INT4.group:

@@ -210,6 +210,11 @@ def test_mxfp4_tensors_that_do_not_fit_are_named(
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv is not supported; supported: gemm"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format marlin-24 is not supported"),
+        ({"quant_method": "gptq", "bits": 4.0}, "bits 4.0 is not supported; supported: 4, 8"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"a": 1}},
+            "transform_config .* is not supported",
+        ),
         ([4], r"quantization_config must be an object, not \[4\]"),
     ],
 )
@@ -227,3 +232,93 @@ def test_groups_that_do_not_fit_are_named(tmp_path: Path) -> None:
     }
     with pytest.raises(CheckpointError, match="a: 128 inputs have 8 groups; groups of a multiple of 32 are supported"):
         open_weights(folder(tmp_path, tensors, {"quant_method": "awq", "bits": 4}))
+
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+AWQ_TENSORS: Layout = {
+    "a.qweight": ((IN, OUT // 8), torch.int32),
+    "a.qzeros": ((4, OUT // 8), torch.int32),
+    "a.scales": ((4, OUT), torch.float16),
+}
+GPTQ_TENSORS = AWQ_TENSORS | {
+    "a.qweight": ((IN // 8, OUT), torch.int32),
+    "a.g_idx": ((IN,), torch.int32),
+}
+PACKED_TENSORS: Layout = {
+    "a.weight_packed": ((OUT, IN // 8), torch.int32),
+    "a.weight_scale": ((OUT, 4), torch.float16),
+    "a.weight_zero_point": ((OUT // 8, 4), torch.int32),
+}
+INT8_TENSORS: Layout = {
+    "a.weight": ((OUT, IN), torch.int8),
+    "a.weight_scale": ((OUT, 1), torch.float32),
+}
+FLOAT8_TENSORS: Layout = {
+    "a.weight": ((OUT, IN), torch.float8_e4m3fn),
+    "a.weight_scale_inv": ((1, 1), torch.float32),
+}
+LAYOUTS: list[tuple[dict[str, Any], Layout]] = [
+    ({"quant_method": "awq", "bits": 4}, AWQ_TENSORS),
+    ({"quant_method": "gptq", "bits": 4}, GPTQ_TENSORS),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, PACKED_TENSORS),
+    ({"quant_method": "compressed-tensors", "format": "int-quantized"}, INT8_TENSORS),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, FLOAT8_TENSORS),
+]
+
+
+SHAPES = [(), (2,), (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layout", "name", "shape"),
+    [
+        (quantization, layout, name, shape)
+        for quantization, layout in LAYOUTS
+        for name in layout
+        for shape in SHAPES
+        if (layout, shape) != (INT8_TENSORS, ()) or name == "a.weight"  # one scale may be that of all outputs
+    ],
+)
+def test_a_tensor_of_another_shape_is_refused(
+    quantization: dict[str, Any], layout: Layout, name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    tensors = {each: torch.zeros(right, dtype=dtype) for each, (right, dtype) in layout.items()}
+    if "a.weight_packed" in tensors:
+        tensors["a.weight_shape"] = torch.tensor([OUT, IN])
+    assert set(open_weights(folder(tmp_path, tensors, quantization))) == {"a.weight"}
+    tensors[name] = torch.zeros(shape, dtype=layout[name][1])
+    with pytest.raises(CheckpointError, match=r"'?a"):
+        open_weights(folder(tmp_path, tensors, quantization))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        ({"quant_method": "fp8"}, "weight_scale"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_scale"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "weight_scale"),
+    ],
+)
+def test_float8_weights_without_their_scale_are_refused(
+    quantization: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    tensors = {"a.weight": torch.ones(OUT, IN).to(torch.float8_e4m3fn), f"a.{name}": torch.ones(1, 1)}
+    assert set(open_weights(folder(tmp_path, tensors, quantization))) == {"a.weight"}
+    del tensors[f"a.{name}"]
+    with pytest.raises(CheckpointError, match=r"tensor a\.weight is stored as F8_E4M3, but its scale is missing"):
+        open_weights(folder(tmp_path, tensors, quantization))
+
+
+def test_scales_of_blocks_are_not_taken_for_those_of_outputs(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(OUT, IN).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(OUT // 4, 4)}
+    with pytest.raises(CheckpointError, match="not one value for each output"):
+        open_weights(folder(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": "float-quantized"}))
+
+
+def test_groups_in_the_order_of_activations_need_their_index(tmp_path: Path) -> None:
+    tensors = {each: torch.zeros(shape, dtype=dtype) for each, (shape, dtype) in GPTQ_TENSORS.items()}
+    del tensors["a.g_idx"]
+    with pytest.raises(CheckpointError, match="g_idx is missing, but desc_act is set"):
+        open_weights(folder(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "desc_act": True}))
