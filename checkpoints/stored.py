@@ -16,7 +16,7 @@ Rows = slice | NDArray[np.intp]  # which rows of a tensor, in which order
 ROWS_TOGETHER = 32  # what is read at a time begins at a multiple of these rows, which some weights are packed in
 VALUES_AT_ONCE = 1 << 18  # decoded at a time: more leaves holes in the heap, less takes longer
 MAX_SCALE = 127  # of 4-bit weights: kernels keep scale · Σ(value - 8) of 64 weights in fp16, whose maximum is 65,504
-FLOAT16_MAX = 65_504
+NOT_FINITE = "values that are not finite: the file is corrupt"
 
 # What the codes of MXFP4 stand for, doubled: the values of float4 e2m1.
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -74,7 +74,8 @@ class Groups:
         whole = codes.astype(np.float32, copy=False)
         whole = whole * self.scales[..., None].astype(np.float32)
         if self.minimums is not None:
-            whole += self.minimums[..., None].astype(np.float32)
+            with np.errstate(invalid="ignore"):  # whoever loads the values checks them
+                whole += self.minimums[..., None].astype(np.float32)
         return whole.reshape(len(whole), -1)
 
 
@@ -177,21 +178,27 @@ def check_values(name: str, tensor: StoredTensor) -> None:
     """Raise CheckpointError, which names the tensor, for values that are not finite or that kernels cannot hold."""
     for rows in pieces(tensor.shape):
         if (grouping := tensor.grouping) is not None:
-            groups = tensor.groups(rows)
-            numbers = [groups.scales] if groups.minimums is None else [groups.scales, groups.minimums]
-            most = MAX_SCALE if grouping.bits == 4 else FLOAT16_MAX
-            check_finite(name, *numbers)
-            if (greatest := _greatest(groups.scales)) > most:
-                raise CheckpointError(f"{name} has a scale of {greatest:g}; at most {most} is supported")
+            check_groups(name, tensor.groups(rows), grouping)
         else:
             values = tensor.whole(rows)
             check_finite(name, widened(values) if tensor.encoding == "BF16" else values)
         tensor.release()
 
 
+def check_groups(name: str, groups: Groups, grouping: Grouping) -> None:
+    """Raise CheckpointError as `check_values` does."""
+    check_finite(name, groups.scales)
+    if grouping.bits == 4 and (greatest := _greatest(groups.scales)) > MAX_SCALE:
+        raise CheckpointError(f"{name} has a scale of {greatest:g}; at most {MAX_SCALE} is supported")
+    if groups.minimums is not None:
+        check_finite(name, groups.minimums)
+    if grouping.is_float and (groups.values & 127 == 127).any():  # NaN, with either sign
+        raise CheckpointError(f"{name} has {NOT_FINITE}")
+
+
 def check_finite(name: str, *arrays: NDArray[Any]) -> None:
     if not all(np.isfinite(array).all() for array in arrays):
-        raise CheckpointError(f"{name} has values that are not finite: the file is corrupt")
+        raise CheckpointError(f"{name} has {NOT_FINITE}")
 
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from ...checkpoints.folder import CheckpointError, quoted
 from ...checkpoints.progress import Progress, no_progress
-from ...checkpoints.stored import MAX_SCALE, ROWS_TOGETHER, VALUES_AT_ONCE, StoredPart, StoredTensor, pieces
+from ...checkpoints.stored import (
+    MAX_SCALE,
+    NOT_FINITE,
+    ROWS_TOGETHER,
+    VALUES_AT_ONCE,
+    StoredPart,
+    StoredTensor,
+    check_groups,
+    pieces,
+)
 from ...checkpoints.weight_files import open_weights
 from ...kernels import (
     HEAD,
@@ -177,8 +186,10 @@ class Checkpoint:
         def read(job: tuple[Weight, slice]) -> Weight:
             target, part = job
             if isinstance(target, GroupedWeight) and target.format == form:
-                return _grouped(stored, rows, part, target)
-            return rows.changed(_whole(stored, rows, part, dtype), part)
+                return _grouped(name, stored, rows, part, target)
+            weight = rows.changed(_whole(stored, rows, part, dtype), part)
+            _check_finite(name, weight, target)
+            return weight
 
         for target, weight in zip(places, _ahead(self._readers, read, zip(places, parts, strict=True)), strict=True):
             if isinstance(target, GroupedWeight) and isinstance(weight, Tensor):
@@ -408,7 +419,17 @@ def _packed(name: str, weight: Tensor) -> GroupedWeight:
     return packed
 
 
-def _grouped(stored: StoredTensor, rows: Rows, part: slice, place: GroupedWeight) -> GroupedWeight:
+def _check_finite(name: str, weight: Tensor, target: Weight) -> None:
+    """Raise ConfigError for values that are not finite, or would not be in the dtype of `target`."""
+    dtype = target.dtype if isinstance(target, Tensor) and target.dtype == torch.float16 else weight.dtype
+    values = weight.to(dtype if dtype.itemsize > 1 else torch.float32)
+    # A sum takes a fortieth of the time, and is not finite if one of its values is not. A sum of others may overflow.
+    if values.sum().isfinite() or values.isfinite().all():
+        return
+    raise ConfigError(f"tensor {name} has {f'values beyond those of {dtype}' if dtype != weight.dtype else NOT_FINITE}")
+
+
+def _grouped(name: str, stored: StoredTensor, rows: Rows, part: slice, place: GroupedWeight) -> GroupedWeight:
     """Rows in the format of `place`: `place` itself, filled, where compiled code reads them."""
     form, blocks = place.format, stored.blocks(rows.index(part))
     if blocks is not None and reads_blocks(blocks[0]) and not place.values.is_cuda:
@@ -416,6 +437,11 @@ def _grouped(stored: StoredTensor, rows: Rows, part: slice, place: GroupedWeight
         found = place
     else:
         groups = stored.groups(rows.index(part))
+        assert stored.grouping is not None
+        try:
+            check_groups(f"tensor {name}", groups, stored.grouping)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from None
         values, *numbers = (
             torch.from_numpy(np.ascontiguousarray(each))
             for each in (groups.values, groups.scales, groups.minimums)
