@@ -122,12 +122,14 @@ def bytes_of(thing: object) -> int:
 
 def _storages(thing: object) -> dict[int, int]:
     """The sizes of the memory that an object's tensors share, by address."""
-    return {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        if tensor.layout == torch.strided
-        else tensor.numel() * tensor.element_size()
-        for tensor in _tensors_of(thing)
-    }
+    return dict(_storage(tensor) for tensor in _tensors_of(thing))
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """The address and the size of the memory of a tensor. In a layout of oneDNN it is hidden, and shared with none."""
+    if tensor.layout != torch.strided:
+        return id(tensor), tensor.numel() * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
 
 
 def _tensors_of(thing: object, seen: set[int] | None = None) -> Iterator[Tensor]:
