@@ -1,1 +1,1 @@
-"""What each process runs on: its event loop and its logs."""
+"""What each process runs on: its event loop, its logs, and the files that it follows."""

@@ -7,22 +7,17 @@ hash begins like that of another.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
 import logging
-import os
 import re
-import stat
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ...runtime import followed
 from ...settings.request import MAX_TENANT_LENGTH, TENANT_NAME
 from ..errors import ConfigError, InvalidArgument, Unauthenticated
 from .caller import ANYONE, EVERY_RIGHT, Caller, Right
@@ -32,11 +27,9 @@ log = logging.getLogger("pagoda.router")
 
 TENANT_KEY = "x-pagoda-tenant"
 FAIRNESS_KEY = "x-llm-d-inference-fairness-id"  # by which the gateway llm-d names a tenant
-POLL_S = 0.25
 MAX_FILE_BYTES = 8 << 20
 MAX_QUOTA = 1 << 53  # beyond it, a float does not count one by one
 _SCHEME = "Bearer "
-Result = TypeVar("Result")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -125,14 +118,7 @@ def read_tenants(path: Path, parts: int = 1) -> Tenants:
     Raises ConfigError, in one line, with the file and the place in it.
     """
     try:
-        # Nothing but a regular file is read: a FIFO, which is opened without waiting, would have no end.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("is not a regular file")
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ValueError(f"has more than {MAX_FILE_BYTES} bytes")
-        found = _tenants_from(tomllib.loads(content.decode()), parts)
+        found = _tenants_from(tomllib.loads(followed.read_file(path, MAX_FILE_BYTES).decode()), parts)
         if not found.tokens:
             raise ValueError("has no [[token]], so that every call would be refused")
         return found
@@ -205,78 +191,38 @@ def _check_keys(place: str, table: dict[str, Any], known: set[str]) -> None:
 def wait_for_tenants(path: Path, parts: int) -> None:
     """Return when the tenants file can be read: a router that starts late has no older tenants to go on with."""
     while True:
-        seen = _stamp(path)
+        seen = followed.stamps([path])
         try:
             read_tenants(path, parts)
             return
         except ConfigError as error:
             log.error("this router waits for its tenants: %s", error)
-        while _stamp(path) == seen:
-            time.sleep(POLL_S)
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+        while followed.stamps([path]) == seen:
+            time.sleep(followed.POLL_S)
 
 
 class TenantsFile:
-    """A tenants file that is read again when it changes.
+    """A tenants file that is read again when it changes; a Followed.
 
     adopt  takes the content over
     """
 
+    name = "the tenants"
+
     def __init__(self, path: Path, parts: int, adopt: Callable[[Tenants], None]) -> None:
-        self._path = path
+        self.paths = [path]
+        self.adopt = adopt
+        self.seen: followed.Stamps = ()
         self._parts = parts
-        self._adopt = adopt
-        self._seen: tuple[int, ...] | None = None
 
     def load(self) -> None:
         """Read the file. Raises ConfigError."""
-        self._seen = _stamp(self._path)
-        self._adopt(read_tenants(self._path, self._parts))
+        self.seen = followed.stamps(self.paths)
+        self.adopt(self.read())
+
+    def read(self) -> Tenants:
+        return read_tenants(self.paths[0], self._parts)
 
     async def follow(self) -> None:
-        """Read the file whenever it has changed, once it rests: a program that writes it may do so in parts.
-
-        What is wrong with it is logged, and the tenants stay as they were.
-        """
-        last = self._seen
-        while True:
-            await asyncio.sleep(POLL_S)
-            before, last = last, await _in_daemon(partial(_stamp, self._path))
-            if last == self._seen or last != before:
-                continue
-            self._seen = last
-            try:
-                self._adopt(await _in_daemon(partial(read_tenants, self._path, self._parts)))
-            except ConfigError as error:
-                log.error("the tenants stay as they were: %s", error)
-            else:
-                log.info("read the tenants again")
-
-
-async def _in_daemon(work: Callable[[], Result]) -> Result:
-    """Work in a thread that nothing waits for when the process ends: a remote folder may never answer."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(done: Callable[[], None]) -> None:
-        if not future.done():  # cancelled
-            done()
-
-    def run() -> None:
-        try:
-            done = partial(future.set_result, work())
-        except Exception as error:
-            done = partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the event loop has closed
-            loop.call_soon_threadsafe(settle, done)
-
-    threading.Thread(target=run, name="tenants file", daemon=True).start()
-    return await future
+        """Read the file whenever it has changed. What is wrong with it is logged, and the tenants stay as they were."""
+        await followed.follow(self, ConfigError, log)

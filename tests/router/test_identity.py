@@ -6,12 +6,12 @@ import asyncio
 import hashlib
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pagoda_server.router.errors import ConfigError, InvalidArgument, PermissionDenied, Unauthenticated
-from pagoda_server.router.tenants import identity
 from pagoda_server.router.tenants.caller import ANYONE, Caller, Right
 from pagoda_server.router.tenants.identity import (
     FAIRNESS_KEY,
@@ -23,6 +23,7 @@ from pagoda_server.router.tenants.identity import (
     read_tenants,
 )
 from pagoda_server.router.tenants.quotas import Quota
+from pagoda_server.runtime import followed
 from pagoda_server.settings.request import MAX_SALT_BYTES
 
 ACME = Caller("acme", frozenset(), is_proven=True)
@@ -188,7 +189,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
 async def test_a_file_that_is_being_written_is_read_when_it_rests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(identity, "POLL_S", 0.001)
+    monkeypatch.setattr(followed, "POLL_S", 0.001)
     path = tmp_path / "tenants.toml"
     path.write_text(TOKEN)
     seen: list[int] = []  # looks at the file, by the time that each of them finds
@@ -200,15 +201,15 @@ async def test_a_file_that_is_being_written_is_read_when_it_rests(
         if seen:
             rested.set()
 
-    followed = TenantsFile(path, 1, adopt)
-    followed.load()
+    file = TenantsFile(path, 1, adopt)
+    file.load()
 
-    def stamp(_: Path) -> tuple[int, ...]:
+    def stamps(_: Sequence[Path]) -> followed.Stamps:
         seen.append(min(len(seen), 20))  # it changes between any two of the first 20 looks
-        return (seen[-1],)
+        return ((seen[-1],),)
 
-    monkeypatch.setattr(identity, "_stamp", stamp)
-    following = asyncio.create_task(followed.follow())
+    monkeypatch.setattr(followed, "stamps", stamps)
+    following = asyncio.create_task(file.follow())
     await asyncio.wait_for(rested.wait(), 30)
     following.cancel()
     assert read_after == [0, 22]
@@ -216,23 +217,23 @@ async def test_a_file_that_is_being_written_is_read_when_it_rests(
 
 async def test_a_file_system_that_hangs_stops_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router ends although a thread still waits for the file."""
-    monkeypatch.setattr(identity, "POLL_S", 0.01)
+    monkeypatch.setattr(followed, "POLL_S", 0.01)
     loop, hangs, ends = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
-    def stamp(path: Path) -> None:
+    def stamps(_: Sequence[Path]) -> None:
         loop.call_soon_threadsafe(hangs.set)
         ends.wait()
 
     path = tmp_path / "tenants.toml"
     path.write_text(TOKEN)
-    followed = TenantsFile(path, 1, lambda tenants: None)
-    followed.load()
-    monkeypatch.setattr(identity, "_stamp", stamp)
-    following = asyncio.create_task(followed.follow())
+    file = TenantsFile(path, 1, lambda tenants: None)
+    file.load()
+    monkeypatch.setattr(followed, "stamps", stamps)
+    following = asyncio.create_task(file.follow())
     await hangs.wait()
     following.cancel()
     await asyncio.wait([following], timeout=5)
     assert following.cancelled()
     await asyncio.wait_for(loop.shutdown_default_executor(), 5)
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "tenants file")
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "followed files")
     ends.set()
