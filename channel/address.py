@@ -11,11 +11,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Iterable
 
 SHM_PREFIX = "shm:"
 UNIX_PREFIX = "unix:"
 HAS_SHM = hasattr(os, "memfd_create") and hasattr(os, "eventfd")  # Linux
 HIGHEST_PORT = 65535
+_ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s:/\[\]]+):([0-9]+)")
 
@@ -44,6 +46,33 @@ def check_address(address: str, *, can_be_shm: bool, lowest_port: int) -> None:
             raise ValueError(f"{address!r}: a port is from {lowest_port} to {HIGHEST_PORT}")
     else:
         raise ValueError(f"{address!r} is not {'shm:PATH, ' if can_be_shm else ''}unix:PATH or HOST:PORT")
+
+
+def check_engine_name(name: str) -> None:
+    """Raise ValueError unless an engine may have this name."""
+    if not _ENGINE_NAME.fullmatch(name):
+        raise ValueError(f"an engine's name is 1 to 64 letters, digits or ._-, not {name!r}")
+
+
+def named_address(text: str, place: int) -> tuple[str, str]:
+    """The name and the address of NAME=ADDRESS. Without a name it is the place in the list. Raises ValueError."""
+    first, has_name, rest = text.partition("=")
+    is_path = is_shm(text) or is_unix(text)  # which may have such a sign in it
+    name, address = (first, rest) if has_name and not is_path else (str(place), text)
+    check_engine_name(name)
+    check_address(address, can_be_shm=True, lowest_port=1)
+    return name, address
+
+
+def check_distinct(engines: Iterable[tuple[str, str]]) -> None:
+    """Raise ValueError if two of these engines, each a name and an address, share one of both."""
+    names: set[str] = set()
+    addresses: set[str] = set()
+    for name, address in engines:
+        if name in names or address in addresses:
+            raise ValueError(f"{address!r}: another engine has the same {'name' if name in names else 'address'}")
+        names.add(name)
+        addresses.add(address)
 
 
 def host_of(address: str) -> str:

@@ -73,19 +73,19 @@ async def follow(followed: Followed[Content], error_type: type[Exception], log: 
     last = followed.seen
     while True:
         await asyncio.sleep(POLL_S)
-        before, last = last, await _in_daemon(partial(stamps, followed.paths))
+        before, last = last, await in_daemon(partial(stamps, followed.paths))
         if last == followed.seen or last != before:
             continue
         followed.seen = last
         try:
-            followed.adopt(await _in_daemon(followed.read))
+            followed.adopt(await in_daemon(followed.read))
         except error_type as error:
             log.error("%s stay as they were: %s", followed.name, error)
         else:
             log.info("read %s again", followed.name)
 
 
-async def _in_daemon(work: Callable[[], Result]) -> Result:
+async def in_daemon(work: Callable[[], Result]) -> Result:
     """Work in a thread that nothing waits for when the process ends: a remote folder may never answer."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()

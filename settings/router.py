@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ..channel.address import check_address, is_local, is_unix
+from ..channel.address import check_address, check_distinct, is_local, is_unix, named_address
 from .engine import CommonSettings, EngineSettings
 from .setting import (
     EXPOSURE,
@@ -24,6 +24,7 @@ from .setting import (
 
 AUTH_TOKEN_VARIABLE = "PAGODA_AUTH_TOKEN"
 SPAWN = "spawn"
+FILE_PREFIX, DNS_PREFIX = "file:", "dns:"  # what else --engine may be, beside a list
 ToolFormatName = Literal[
     "auto", "none", "deepseek", "deepseek-v3", "functiongemma", "gemma", "gemma4", "glm", "harmony", "hermes",
     "llama3", "mistral", "mistral-v3", "pythonic", "qwen3-coder"
@@ -86,9 +87,18 @@ def _check_origins(origins: str) -> None:
 
 
 def _check_engine(engine: str) -> None:
-    if engine != SPAWN:
-        for address in engine.split(","):
-            check_address(address, can_be_shm=True, lowest_port=1)
+    if engine == SPAWN:
+        return
+    if engine.startswith(FILE_PREFIX):
+        if engine == FILE_PREFIX:
+            raise ValueError(f"{engine!r} has no path")
+    elif engine.startswith(DNS_PREFIX):
+        name = engine.removeprefix(DNS_PREFIX)
+        if is_unix(name):
+            raise ValueError(f"{engine!r} is not {DNS_PREFIX}NAME:PORT")
+        check_address(name, can_be_shm=False, lowest_port=1)
+    else:
+        check_distinct(named_address(each, at) for at, each in enumerate(engine.split(",")))
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,8 @@ class RouterSettings(CommonSettings):
     engine: str = setting(
         SPAWN,
         "Where the engine runs. 'spawn' starts it here. Otherwise the addresses of running engines, separated by "
-        "commas: shm:PATH, unix:PATH or HOST:PORT.",
+        "commas: shm:PATH, unix:PATH or HOST:PORT, each with a name before it if it has one: NAME=ADDRESS. Or "
+        "dns:NAME:PORT for all addresses of a name, or file:PATH for a JSON file that is read again when it changes.",
         check=_check_engine, is_private=True,
     )  # fmt: skip
     channel: Literal["auto", "shm", "grpc"] = setting(
@@ -247,9 +258,9 @@ class ServeConfig(RouterSettings, EngineSettings):
     """Settings of `pagoda serve`: the router's, and those of the engine that it spawns."""
 
     @property
-    def engine_addresses(self) -> list[str]:
-        """Addresses of engines that run elsewhere."""
-        return self.engine.split(",")
+    def has_one_engine(self) -> bool:
+        """Whether there is one engine, and never another one."""
+        return not self.engine.startswith((FILE_PREFIX, DNS_PREFIX)) and "," not in self.engine
 
     @property
     def has_reflection(self) -> bool:

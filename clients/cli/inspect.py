@@ -59,7 +59,7 @@ def info_table(info: control_pb2.ServerInfo) -> Table:
         "up": f"{info.uptime_s:.0f} s",
     }
     for status in info.engines:
-        at = f" {status.engine}" if len(info.engines) > 1 else ""
+        at = f" {status.name or status.engine}" if len(info.engines) > 1 else ""
         state = control_pb2.EngineState.Name(status.state).removeprefix("ENGINE_STATE_").lower()
         rows[f"engine{at}"] = f"{state}, restarted {status.restarts} times" if status.restarts else state
         if status.HasField("info"):
@@ -82,6 +82,7 @@ def _engine_rows(engine: control_pb2.EngineInfo) -> dict[str, str]:
 def load_tables(load: control_pb2.Load) -> Group:
     """The server's load, then each engine's."""
     from rich.console import Group
+    from rich.markup import escape
 
     rows = {"requests": f"{load.requests} admitted"}
     if load.reserved_tokens:
@@ -91,7 +92,7 @@ def load_tables(load: control_pb2.Load) -> Group:
     tables: list[RenderableType] = [_table(rows)]
     for engine in load.engines:
         if len(load.engines) > 1:
-            tables.append(f"\n[bold]engine {engine.engine}[/]")
+            tables.append(f"\n[bold]engine {escape(engine.name or str(engine.engine))}[/]")
         tables.append(_table(_load_rows(engine)))
     return Group(*tables)
 

@@ -243,7 +243,7 @@ def _engines(board: Board, width: int) -> list[Text]:
 def _engine(status: control_pb2.EngineStatus, load: control_pb2.EngineLoad | None, width: int) -> Text:
     state = control_pb2.EngineState.Name(status.state).removeprefix("ENGINE_STATE_").lower()
     glyph, style = ENGINE_STATES.get(state, FAILED)
-    line = _label(f"engine {status.engine}").append(f"{glyph} {state}", style)
+    line = _label(f"engine {_clean(status.name) or status.engine}").append(f"{glyph} {state}", style)
     facts = [f"restarted {status.restarts} times"] if status.restarts else []
     if load is not None:
         facts.append(f"{load.running} running, {load.waiting} waiting")

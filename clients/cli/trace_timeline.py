@@ -100,6 +100,7 @@ class Timeline:
     """
 
     engine: int
+    name: str
     origin_s: float
     taken_s: float
     token_budget: int
@@ -141,6 +142,7 @@ class _Reader:
         tracks.sort(key=lambda track: (track.spans[0].start_s if track.spans else track.moves[0][0], track.sequence))
         return Timeline(
             engine=self._first.engine,
+            name=self._first.name,
             origin_s=self._origin,
             taken_s=self._first.taken_at_s - self._origin,
             token_budget=self._first.token_budget,
@@ -288,7 +290,7 @@ def trace_document(engines: Iterable[Timeline]) -> dict[str, Any]:
 
 def _engine(timeline: Timeline) -> Iterator[Event]:
     pid = timeline.engine + 1
-    yield _name(pid, 0, "process_name", f"engine {timeline.engine}")
+    yield _name(pid, 0, "process_name", f"engine {timeline.name or timeline.engine}")
     yield _name(pid, _STEPS_THREAD, "thread_name", "steps")
     for step in timeline.steps:
         yield from _step(pid, step, timeline.blocks_total)

@@ -1,1 +1,1 @@
-"""The router's end of the engines: `EngineChannel` and `Dispatcher`, the streams of requests, the transports."""
+"""The router's end of the engines: `EngineChannel` and `Fleet`, the streams of requests, the transports."""

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
@@ -46,6 +46,7 @@ class EngineChannel:
     and take requests. An engine is ready once its loop has answered for the first time.
 
     address         shm:PATH, shm:@NAME, unix:PATH or HOST:PORT
+    name, number    of the engine in what clients see; the name is its address unless it has one of its own
     hang_timeout_s  an engine whose loop answers nothing for this long counts as dead
     patience_s      how long an engine may be absent before the log says so
     check           checks what the engine reports of itself; raises WrongEngine, or an error that ends `run`
@@ -58,6 +59,8 @@ class EngineChannel:
         self,
         address: str,
         *,
+        name: str = "",
+        number: int = 0,
         hang_timeout_s: float,
         patience_s: float = math.inf,
         check: Callable[[control_pb2.EngineInfo], None] = lambda info: None,
@@ -66,6 +69,9 @@ class EngineChannel:
         wakeups: Wakeups | None = None,
     ) -> None:
         self.address = address
+        self.name = name or address
+        self.number = number
+        self.is_leaving = False  # it gets nothing new, and is closed once its streams have ended
         self.info: control_pb2.EngineInfo | None = None
         self.has_been_ready = False
         self.load = control_pb2.EngineLoad()
@@ -79,6 +85,7 @@ class EngineChannel:
         self._on_hang = on_hang
         self._next_sequence = itertools.count(1)
         self._routes: dict[int, tuple[EngineStream, int]] = {}
+        self._num_others = 0  # sequences of other routers, as of the last report
         self._wakeups = wakeups or Wakeups()
         self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
@@ -115,6 +122,16 @@ class EngineChannel:
     @property
     def num_live_sequences(self) -> int:
         return len(self._routes)
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences in the engine: this router's as they are, and those of others as of the last report."""
+        return len(self._routes) + self._num_others
+
+    @property
+    def label(self) -> str:
+        """The engine in a line of the log."""
+        return self.address if self.name == self.address or self.name.isdigit() else f"{self.address} ({self.name})"
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -205,26 +222,26 @@ class EngineChannel:
     def _log_away(self, error: OSError) -> None:
         """Log why the engine is away. Attempts follow each other closely, so each reason is logged once."""
         if self.is_ready:
-            log.warning("lost the engine at %s: %s", self.address, error)
+            log.warning("lost the engine at %s: %s", self.label, error)
             return
         is_absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
         if is_absent and time.monotonic() - self._away_since < self._patience_s:
             return
         reason = "absent" if is_absent else str(error)
         if reason != self._logged:
-            log.warning("no engine at %s: %s", self.address, error)
+            log.warning("no engine at %s: %s", self.label, error)
         self._logged = reason
 
     def _log_refused(self, error: WrongEngine) -> None:
         if str(error) != self._logged:
-            log.error("the engine at %s is not used: %s", self.address, error)
+            log.error("the engine at %s is not used: %s", self.label, error)
         self._logged = str(error)
 
     def _log_hang(self) -> None:
         """Log that the engine hangs: once, however often it greets without answering."""
         reason = f"it has not answered for {self._hang_timeout_s:.0f} s"
         if reason != self._logged:
-            log.error("the engine at %s hangs: %s", self.address, reason)
+            log.error("the engine at %s hangs: %s", self.label, reason)
         self._logged = reason
 
     async def _converse(self, link: EngineLink) -> None:
@@ -277,7 +294,7 @@ class EngineChannel:
         log.info(
             "engine ready at %s, epoch %x: %s on %s, %s; "
             "KV cache %.2f GB: %d blocks of %d tokens, %d tokens in all, %d bytes a token",
-            self.address, info.epoch, info.model, info.device, info.dtype,
+            self.label, info.epoch, info.model, info.device, info.dtype,
             cache.total_bytes / 1e9, cache.num_blocks, cache.block_size, cache.token_capacity, cache.bytes_per_token,
         )  # fmt: skip
 
@@ -286,7 +303,7 @@ class EngineChannel:
             while True:
                 await link.write(await outgoing.get())
         except ConnectionError as error:
-            log.warning("cannot write to the engine at %s: %s", self.address, error)
+            log.warning("cannot write to the engine at %s: %s", self.label, error)
             link.close()
 
     async def _watch(self, link: EngineLink) -> None:
@@ -338,6 +355,7 @@ class EngineChannel:
                 stream.live.discard(index)
                 stream.on_start()
                 self._wakeups.add(stream)
+        self._num_others = max(0, step.load.waiting + step.load.running - len(self._routes))
         self._wakeups.start()
 
     async def _lose(self) -> None:
@@ -346,6 +364,7 @@ class EngineChannel:
         self._owes_answer_since, self._answers_pings = None, False
         if was_ready:
             self._away_since = time.monotonic()
+        self._num_others = 0
         self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
             stream.error = Unavailable("the engine was lost while the request ran")
@@ -360,41 +379,3 @@ class EngineChannel:
             parts.put_nowait(None)
         if was_ready:
             await self._on_change()
-
-
-class Dispatcher:
-    """Picks an engine for each request: the ready one with the fewest sequences, in turn where several have as few.
-
-    An engine whose answer is late gets nothing while others answer.
-    """
-
-    def __init__(self, channels: Sequence[EngineChannel]) -> None:
-        self.channels = channels
-        self._turns = itertools.count()
-
-    @property
-    def ready(self) -> list[EngineChannel]:
-        return [channel for channel in self.channels if channel.is_ready]
-
-    def refusal(self) -> Unavailable | None:
-        """Why no engine can be picked now; None: one is ready."""
-        if self.ready:
-            return None
-        return Unavailable("the engine is loading or being restarted", retry_after_s=self.retry_after_s)
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """How long a client that has lost its engine should wait; None: unknown."""
-        if self.ready:
-            return RETRY_AFTER_S[0]
-        return min((at for channel in self.channels if (at := channel.retry_after_s) is not None), default=None)
-
-    def pick(self) -> EngineChannel:
-        """Pick an engine. Raises Unavailable if none is ready."""
-        if (error := self.refusal()) is not None:
-            raise error
-        ready = self.ready
-        candidates = [channel for channel in ready if not channel.is_suspect] or ready
-        fewest = min(channel.num_live_sequences for channel in candidates)
-        least_loaded = [channel for channel in candidates if channel.num_live_sequences == fewest]
-        return least_loaded[next(self._turns) % len(least_loaded)]

@@ -7,7 +7,7 @@ A message is a list of ticks. A tick is made once for all callers that may see t
 
     {"at": seconds, "requests": …, "tenants": [[name, running, waiting, share], …], "num_tenants": …,
      "rates": [[age in seconds, output tokens, prompt tokens, [[ITL in ms, how often], …], [TTFT in ms, …]], …],
-     "engines": [{"engine": 0, "running": …, "waiting": …, "hold": why the next in line waits,
+     "engines": [{"engine": 0, "name": …, "running": …, "waiting": …, "hold": why the next in line waits,
                   "blocks": [total, free, evictable], "block_size": …, "preemptions": …, "epoch": …,
                   "columns": steps since the last tick,
                   "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …],
@@ -26,13 +26,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from pagoda.v1 import control_pb2, trace_pb2
 
 from ..engines.channel import EngineChannel
+from ..engines.fleet import Fleet
 from ..errors import Unavailable
 from ..telemetry.load_feed import MAX_WATCHERS, MAX_WRITES_A_SECOND, Places
 from ..telemetry.trace_reader import INTERVAL_S, Rates, Reading, TraceReader, hold_name
@@ -75,6 +76,13 @@ class _View:
             self.readers[engine] = (epoch, TraceReader(MAX_ROWS, MAX_COLUMNS))
         return self.readers[engine][1]
 
+    def forget_others(self, engines: Collection[int]) -> None:
+        """Forget what is known of engines that have left."""
+        for number in self.readers.keys() - engines:
+            del self.readers[number]
+        for number in self.read_at.keys() - engines:
+            del self.read_at[number]
+
     def add(self, number: int, now: float, tick: Tick) -> None:
         brief = {"at": tick["at"], "rates": tick["rates"]}
         self.ticks.append((number, now, _compact(tick), _compact(brief)))
@@ -94,12 +102,11 @@ class _View:
 class LiveFeed:
     """Makes each tick once for all pages that watch, with the limits of WatchLoad.
 
-    channels  to all engines
-    load      makes the load of all routers
+    load  makes the load of all routers
     """
 
-    def __init__(self, channels: Sequence[EngineChannel], load: Callable[[], Awaitable[control_pb2.Load]]) -> None:
-        self._channels = channels
+    def __init__(self, fleet: Fleet, load: Callable[[], Awaitable[control_pb2.Load]]) -> None:
+        self._fleet = fleet
         self._load = load
         self._places = Places("live", MAX_WATCHERS)
         self._views: dict[str | None, _View] = {}
@@ -158,21 +165,23 @@ class LiveFeed:
     async def _tick(self, views: Iterable[_View]) -> None:
         load = await self._load()
         now = time.monotonic()
-        traces: list[Trace | None] = []
-        for index, channel in enumerate(self._channels):
-            read_at = min(view.read_at.get(index, -math.inf) for view in views)
-            traces.append(trace := await self._trace(index, channel, now, read_at))
+        traces: dict[int, Trace | None] = {}
+        for channel in list(self._fleet.channels):  # others may join meanwhile
+            number = channel.number
+            read_at = min(view.read_at.get(number, -math.inf) for view in views)
+            traces[number] = trace = await self._trace(channel, now, read_at)
             if trace:
                 for view in views:
-                    view.read_at[index] = now
+                    view.read_at[number] = now
         self._number += 1
         for view in views:
-            if any(traces) or not view.ticks or now - view.ticks[-1][1] >= HEARTBEAT_S:
+            view.forget_others(traces)
+            if any(traces.values()) or not view.ticks or now - view.ticks[-1][1] >= HEARTBEAT_S:
                 view.add(self._number, now, await self._tick_of(view, load, traces, now))
 
-    async def _trace(self, at: int, channel: EngineChannel, now: float, read_at: float) -> Trace | None:
+    async def _trace(self, channel: EngineChannel, now: float, read_at: float) -> Trace | None:
         """An engine's trace since `read_at`: empty if nothing is new in it, None if none reaches back that far."""
-        load, info = channel.load, channel.info
+        at, load, info = channel.number, channel.load, channel.info
         if info is None:
             return ()
         state = (info.epoch, load.steps)
@@ -193,19 +202,24 @@ class LiveFeed:
         self._read[at] = (state, now)
         return parts
 
-    async def _tick_of(self, view: _View, load: control_pb2.Load, traces: Sequence[Trace | None], now: float) -> Tick:
+    async def _tick_of(self, view: _View, load: control_pb2.Load, traces: dict[int, Trace | None], now: float) -> Tick:
         set_caller(view.caller)
         seen, rates = seen_load(load), Rates()
         engines = []
         for engine in seen.engines:
-            shown: Tick = {"engine": engine.engine, "running": engine.running, "waiting": engine.waiting}
+            shown: Tick = {
+                "engine": engine.engine,
+                "name": engine.name,
+                "running": engine.running,
+                "waiting": engine.waiting,
+            }
             if engine.blocks_total:
                 shown["blocks"] = [engine.blocks_total, engine.blocks_free, engine.blocks_evictable]
                 shown["preemptions"] = engine.preemptions
-            info = self._channels[engine.engine].info
-            if info is not None:
+            channel = self._fleet.find(engine.engine)
+            if channel is not None and (info := channel.info) is not None:
                 shown |= {"epoch": f"{info.epoch:x}", "block_size": info.kv_cache.block_size}
-                if parts := traces[engine.engine]:
+                if parts := traces.get(engine.engine):
                     own = [part async for part in seen_trace(parts)]
                     shown |= page_rows(view.reader(engine.engine, info.epoch).read(own, rates))
                     shown["hold"] = _hold(own) if engine.waiting else ""

@@ -13,7 +13,8 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 
 from ... import installed_version
 from ..answers.formats import AnswerFormat
-from ..engines.channel import Dispatcher, EngineChannel
+from ..engines.channel import EngineChannel
+from ..engines.fleet import Fleet
 from ..errors import InvalidArgument, Unavailable
 from ..request.admission import Admission, LiveRequests
 from ..request.client_call import Context
@@ -35,18 +36,18 @@ MAX_TENANTS_LISTED = 64
 class ServingState:
     """Whether this router can serve: an engine is ready, and the router is not draining."""
 
-    def __init__(self, dispatcher: Dispatcher, admission: Admission) -> None:
+    def __init__(self, fleet: Fleet, admission: Admission) -> None:
         self.health = health.aio.HealthServicer()
-        self._dispatcher = dispatcher
+        self._fleet = fleet
         self._admission = admission
 
     @property
     def state(self) -> control_pb2.ServerState:
         if self._admission.is_draining:
             return control_pb2.SERVER_STATE_DRAINING
-        if self._dispatcher.ready:
+        if self._fleet.ready:
             return control_pb2.SERVER_STATE_SERVING
-        if any(channel.has_been_ready for channel in self._dispatcher.channels):
+        if any(channel.has_been_ready for channel in self._fleet.channels):
             return control_pb2.SERVER_STATE_UNAVAILABLE
         return control_pb2.SERVER_STATE_STARTING
 
@@ -79,7 +80,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         tokenizer: Tokenizer,
         limits: Callable[[], Limits],
         admission: Admission,
-        dispatcher: Dispatcher,
+        fleet: Fleet,
         state: ServingState,
         engine_restarts: Callable[[], int],
         max_message_bytes: int,
@@ -90,7 +91,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._tokenizer = tokenizer
         self._limits = limits
         self._admission = admission
-        self._dispatcher = dispatcher
+        self._fleet = fleet
         self._state = state
         self._engine_restarts = engine_restarts
         self._max_message_bytes = max_message_bytes
@@ -109,7 +110,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             version=installed_version(),
             model=self._model,
             state=self._state.state,
-            engines=[_status(index, channel, restarts) for index, channel in enumerate(self._dispatcher.channels)],
+            engines=[_status(channel, restarts) for channel in self._fleet.channels],
             limits=control_pb2.Limits(
                 max_requests=self._admission.max_requests,
                 max_queued_tokens=self._admission.max_tokens,
@@ -130,7 +131,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def ListModels(
         self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
-        if not (ready := self._dispatcher.ready):
+        if not (ready := self._fleet.ready):
             raise Unavailable("the engine is loading or being restarted")
         info, limits, template = ready[0].info, self._limits(), self._tokenizer.chat_template
         assert info is not None
@@ -166,13 +167,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def GetStepTrace(self, request: trace_pb2.GetStepTraceRequest, context: Context) -> None:
         if request.HasField("last_s") and not request.last_s > 0:
             raise InvalidArgument("last_s", f"is {request.last_s:g}, must be above 0")
-        self._dispatcher.pick()
+        self._fleet.pick()
         with self._traces:
-            for index, channel in enumerate(self._dispatcher.channels):
+            for channel in list(self._fleet.channels):  # others may join meanwhile
                 if channel.is_ready:
                     parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
                     async for part in seen_trace(parts):
-                        part.engine = index
+                        part.engine = channel.number
+                        part.name = channel.name if caller().may(Right.OBSERVE) else ""
                         await context.write(part)
 
     async def current_load(self) -> control_pb2.Load:
@@ -182,22 +184,22 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def load(self) -> control_pb2.Load:
         """The load as of each ready engine's last step."""
         load = control_pb2.Load(requests=self._admission.requests, reserved_tokens=self._admission.tokens)
-        for index, channel in enumerate(self._dispatcher.channels):
+        for channel in self._fleet.channels:
             if channel.is_ready:
                 engine = load.engines.add()
                 engine.CopyFrom(channel.load)
-                engine.engine = index
+                engine.engine, engine.name = channel.number, channel.name
                 engine.kv_waste = engine.kv_slots_unused / engine.kv_slots if engine.kv_slots else 0.0
                 engine.prefix_hit_rate = engine.cached_tokens / engine.prompt_tokens if engine.prompt_tokens else 0.0
-        add_tenants(load, (channel.tenants for channel in self._dispatcher.ready))
+        add_tenants(load, (channel.tenants for channel in self._fleet.ready))
         return load
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
     """The Admin service."""
 
-    def __init__(self, *, dispatcher: Dispatcher, live: LiveRequests, state: ServingState) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, *, fleet: Fleet, live: LiveRequests, state: ServingState) -> None:
+        self._fleet = fleet
         self._live = live
         self._state = state
 
@@ -211,8 +213,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return admin_pb2.DrainResponse()
 
     async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheResponse:
-        self._dispatcher.pick()
-        freed = [await channel.flush_cache() for channel in self._dispatcher.ready]
+        self._fleet.pick()
+        freed = [await channel.flush_cache() for channel in self._fleet.ready]
         return admin_pb2.FlushCacheResponse(freed_blocks=sum(freed))
 
     async def start_draining(self) -> None:
@@ -247,11 +249,13 @@ def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -
     load.num_tenants = len(merged) + unlisted
 
 
-def _status(at: int, channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
+def _status(channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
     if channel.is_ready:
         state = control_pb2.ENGINE_STATE_READY
     elif channel.has_been_ready:
         state = control_pb2.ENGINE_STATE_UNAVAILABLE
     else:
         state = control_pb2.ENGINE_STATE_LOADING
-    return control_pb2.EngineStatus(engine=at, state=state, restarts=restarts, info=channel.info)
+    return control_pb2.EngineStatus(
+        engine=channel.number, name=channel.name, state=state, restarts=restarts, info=channel.info
+    )

@@ -33,7 +33,9 @@ from ..adapters.kserve import GrpcInferenceService
 from ..adapters.translation import Adapter
 from ..adapters.vllm import VllmEngine
 from ..answers.formats import format_of
-from ..engines.channel import Dispatcher, EngineChannel, WrongEngine
+from ..engines.channel import EngineChannel, WrongEngine
+from ..engines.fleet import Fleet, Member
+from ..engines.membership import membership
 from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
@@ -158,28 +160,18 @@ class Router:
             self._tenants.load()
         with contextlib.closing(self._tokenizer):
             self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
-            channels = [
-                EngineChannel(
-                    address,
-                    hang_timeout_s=self._config.hang_timeout_s,
-                    patience_s=math.inf if self._is_engine_ours else PATIENCE_S,
-                    check=partial(self._check_engine, address),
-                    on_change=self._on_engine_change,
-                    on_hang=self._keeper.kill if self._keeper else lambda: None,
-                    wakeups=self._wakeups,
-                )
-                for address in ([self._spawned] if self._spawned else self._config.engine_addresses)
-            ]
-            self._dispatcher = Dispatcher(channels)
-            self._state = ServingState(self._dispatcher, self._admission)
+            self._fleet = Fleet(self._connect)
+            members = membership(f"0={self._spawned}" if self._spawned else self._config.engine, self._fleet)
+            members.load()
+            self._state = ServingState(self._fleet, self._admission)
             if self._config.http:
                 from ..telemetry.metrics import Tally
 
-                self._tally = Tally(len(channels), self._admission, self._index)
+                self._tally = Tally(self._fleet, self._admission, self._index)
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
             server = await self._start_server()
-            parts: list[Callable[[], Awaitable[None]]] = [channel.run for channel in channels]
+            parts: list[Callable[[], Awaitable[None]]] = [self._fleet.run, members.follow]
             if self._supervisor:
                 parts.append(self._supervisor.run)
             if self._tenants:
@@ -201,6 +193,19 @@ class Router:
         if self._failure is not None:
             raise self._failure
 
+    def _connect(self, member: Member, number: int) -> EngineChannel:
+        return EngineChannel(
+            member.address,
+            name=member.name,
+            number=number,
+            hang_timeout_s=self._config.hang_timeout_s,
+            patience_s=math.inf if self._is_engine_ours else PATIENCE_S,
+            check=partial(self._check_engine, member.address),
+            on_change=self._on_engine_change,
+            on_hang=self._keeper.kill if self._keeper else lambda: None,
+            wakeups=self._wakeups,
+        )
+
     async def _start_server(self) -> grpc.aio.Server:
         config = self._config
         max_bytes = max_message_bytes(
@@ -209,7 +214,7 @@ class Router:
         messages = Messages(max_bytes, config.stall_timeout_s)
         self._inference = self._make_inference(messages)
         self._control = control = self._make_control(max_bytes)
-        admin = AdminServicer(dispatcher=self._dispatcher, live=self._live, state=self._state)
+        admin = AdminServicer(fleet=self._fleet, live=self._live, state=self._state)
         refusals: dict[str, Refusal] = {}
         guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
         options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
@@ -283,7 +288,7 @@ class Router:
             admission=self._admission,
             quotas=self._quotas,
             messages=messages,
-            dispatcher=self._dispatcher,
+            fleet=self._fleet,
             live=self._live,
             observers=self._observers,
         )
@@ -291,7 +296,7 @@ class Router:
             services,
             stall_timeout_s=self._config.stall_timeout_s,
             resume_s=self._config.resume_s,
-            times=self._tally.times if self._tally else (),
+            times=self._tally.times if self._tally else None,
             format=self._format,
         )
 
@@ -302,7 +307,7 @@ class Router:
             tokenizer=self._tokenizer,
             limits=lambda: self._limits,
             admission=self._admission,
-            dispatcher=self._dispatcher,
+            fleet=self._fleet,
             state=self._state,
             engine_restarts=self._engine_restarts,
             max_message_bytes=max_bytes,
@@ -342,10 +347,8 @@ class Router:
         shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
-            *openai.routes(self._inference, self._name, self._dispatcher.refusal, max_bytes),
-            *page.routes(
-                LiveFeed(self._dispatcher.channels, load), {"model": self._name, "version": installed_version()}
-            ),
+            *openai.routes(self._inference, self._name, self._fleet.refusal, max_bytes),
+            *page.routes(LiveFeed(self._fleet, load), {"model": self._name, "version": installed_version()}),
             *metrics.routes(shown.page),
         ]
 
@@ -353,7 +356,7 @@ class Router:
         from ..telemetry.metrics import engine_samples
 
         return engine_samples(
-            self._dispatcher,
+            self._fleet,
             self._control.load(),
             self._engine_restarts(),
             self._admission.is_draining,
@@ -386,7 +389,7 @@ class Router:
     def _check_engine(self, address: str, info: control_pb2.EngineInfo) -> None:
         """Refuse an engine with another tokenizer.
 
-        Raises ConfigError if it is the only engine and none has served yet, else WrongEngine.
+        Raises ConfigError if there can be no other engine and none has served yet, else WrongEngine.
         """
         try:
             _weights_of_tenants([info])
@@ -395,12 +398,12 @@ class Router:
         if info.tokenizer_sha256 == self._tokenizer.fingerprint:
             return
         fault = f"serves {info.model} with another tokenizer"
-        if len(self._dispatcher.channels) == 1 and not self._has_served:
+        if self._config.has_one_engine and not self._has_served:
             raise ConfigError(f"the engine at {address} {fault}")
         raise WrongEngine(f"it {fault}")
 
     async def _on_engine_change(self) -> None:
-        if infos := [channel.info for channel in self._dispatcher.ready if channel.info]:
+        if infos := [channel.info for channel in self._fleet.ready if channel.info]:
             self._has_served = True
             if self._keeper:
                 self._keeper.mark_ready()

@@ -69,11 +69,11 @@ class InferenceServicer:
         *,
         stall_timeout_s: float,
         resume_s: float,
-        times: Sequence[TokenTimes] = (),
+        times: Callable[[str], TokenTimes] | None = None,
         format: AnswerFormat | None = None,
     ) -> None:
         """
-        times   of each engine; empty: nothing counts them
+        times   of an engine, by its name; None: nothing counts them
         format  how the model writes its answers; None: that is not known
         """
         self.services = services
@@ -117,7 +117,7 @@ class InferenceServicer:
     def refusal(self, tenant: str) -> PagodaError | None:
         """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
         services = self.services
-        return services.dispatcher.refusal() or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
+        return services.fleet.refusal() or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
 
     def refused(self, call: ClientCall, why: PagodaError, route: str, method: str = "Generate") -> None:
         """Notify the observers that a call by another protocol has been refused, before it was read."""
@@ -233,11 +233,11 @@ class InferenceServicer:
             admitted.reservation.starts()
             admitted.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
-        dispatcher = self.services.dispatcher
+        fleet = self.services.fleet
         try:
-            engine = dispatcher.pick()
-            admitted.record.engine = at = dispatcher.channels.index(engine)
-            times = self._times[at] if self._times else None
+            engine = fleet.pick()
+            admitted.record.engine = engine.name
+            times = self._times(engine.name) if self._times else None
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
@@ -279,7 +279,7 @@ class InferenceServicer:
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise
-            raise kept.resumable(error, dispatcher.retry_after_s) from error
+            raise kept.resumable(error, fleet.retry_after_s) from error
 
     async def _embed(self, _: object, call: ClientCall) -> bytes:
         return await self.readouts.embed(call)

@@ -374,7 +374,7 @@ class Readouts:
         self, job: _Job, admitted: AdmittedCall, answer: ReadoutAnswer
     ) -> list[list[engine_pb2.Reading]]:
         """Compute all sequences. Returns what was read from each."""
-        dispatcher, reservation, spending = self._services.dispatcher, admitted.reservation, admitted.spending
+        fleet, reservation, spending = self._services.fleet, admitted.reservation, admitted.spending
 
         def starts(index: int) -> None:
             reservation.starts()
@@ -383,8 +383,8 @@ class Readouts:
         def submit(index: int) -> engine_pb2.Submit:
             return job.submit(index, admitted.asker, time_left(admitted.call))
 
-        engine = dispatcher.pick()
-        admitted.record.engine = dispatcher.channels.index(engine)
+        engine = fleet.pick()
+        admitted.record.engine = engine.name
         admitted.record.answer = answer
         assert engine.info is not None, "an engine that is ready has said hello"
         leads = len(job.shared) >= engine.info.kv_cache.block_size and not job.params.cache.bypass

@@ -54,7 +54,7 @@ class Record:
     request_id   "" until the request is read
     prompt_len   tokens; 0 until the prompt is tokenized
     answer       None until the request is submitted
-    engine       index of the engine that has the request, once it is submitted
+    engine       name of the engine that has the request, once it is submitted
     code         the status that ends the call
     error        the error of that status; None for one that completed or was cancelled
     """
@@ -69,7 +69,7 @@ class Record:
     trace_id: str = ""
     prompt_len: int = 0
     answer: Answer | None = None
-    engine: int = 0
+    engine: str = ""
     code: grpc.StatusCode = grpc.StatusCode.OK
     error: Exception | None = None
     _begun: float = field(default_factory=time.monotonic)

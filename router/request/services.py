@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pagoda.v1 import inference_pb2
 
-from ..engines.channel import Dispatcher
+from ..engines.fleet import Fleet
 from ..errors import Unavailable
 from ..tenants.caller import Caller, caller
 from ..tenants.quotas import Quotas, Spending
@@ -37,7 +37,7 @@ class Services:
     admission: Admission
     quotas: Quotas
     messages: Messages
-    dispatcher: Dispatcher
+    fleet: Fleet
     live: LiveRequests
     observers: Observers
 

@@ -26,7 +26,7 @@ from prometheus_client.utils import floatToGoString
 from pagoda.v1 import control_pb2, inference_pb2
 
 from ... import installed_version
-from ..engines.channel import Dispatcher
+from ..engines.fleet import Fleet
 from ..errors import PagodaError, Passed
 from ..request.admission import Admission
 from ..request.record import Answer, Record
@@ -51,22 +51,25 @@ _FINISHED = {
 # -- what a router counts ----------------------------------------------------------------------------------------------
 
 
+class _EngineCounts:
+    """What a router counts of one engine's calls."""
+
+    def __init__(self) -> None:
+        self.times = TokenTimes()
+        # By method and name; those of other methods begin with their first call.
+        self.requests = {("Generate", each.name): Histogram(each.bounds) for each in OF_REQUESTS}
+        self.finished = Counter(dict.fromkeys(_FINISHED.values(), 0))
+
+
 class Tally:
     """What one router counts: an observer of its calls.
 
     router  this router's number among those that share a port
-
-    times   of each engine; filled by the calls themselves
     """
 
-    def __init__(self, num_engines: int, admission: Admission, router: int) -> None:
-        self.times = [TokenTimes() for _ in range(num_engines)]
-        self._requests = {  # by engine, method and name; those of other methods begin with their first call
-            (index, "Generate", each.name): Histogram(each.bounds)
-            for index in range(num_engines)
-            for each in OF_REQUESTS
-        }
-        self._finished = Counter({(index, reason): 0 for index in range(num_engines) for reason in _FINISHED.values()})
+    def __init__(self, fleet: Fleet, admission: Admission, router: int) -> None:
+        self._fleet = fleet
+        self._of_engines: dict[str, _EngineCounts] = {}
         self._calls = Counter({("Generate", "OK", ""): 0})
         self._lag = Histogram(TOKEN_BOUNDS)
         self._admission = admission
@@ -82,17 +85,25 @@ class Tally:
         self._calls[record.method, code.name, reason] += 1
         if answer is None:
             return
+        counts = self._of(record.engine)
         for end in answer.reasons:
             if (name := _FINISHED.get(end)) is not None:
-                self._finished[record.engine, name] += 1
+                counts.finished[name] += 1
         if code is grpc.StatusCode.CANCELLED:
-            self._finished[record.engine, "abort"] += 1
+            counts.finished["abort"] += 1
         elif code is grpc.StatusCode.OK:
             for name, value in _values_of(answer, record.method):
-                key = record.engine, record.method, name
-                if key not in self._requests:
-                    self._requests[key] = Histogram(_BOUNDS[name])
-                self._requests[key].add(value)
+                key = record.method, name
+                if key not in counts.requests:
+                    counts.requests[key] = Histogram(_BOUNDS[name])
+                counts.requests[key].add(value)
+
+    def times(self, engine: str) -> TokenTimes:
+        """The times of an engine's tokens, which the calls themselves fill."""
+        return self._of(engine).times
+
+    def _of(self, engine: str) -> _EngineCounts:
+        return self._of_engines.setdefault(engine, _EngineCounts())
 
     def refused(self, method: str, error: PagodaError) -> None:
         """Count a call that was refused before a handler took it up."""
@@ -106,16 +117,18 @@ class Tally:
             self._lag.add(max(0.0, time.monotonic() - due))
 
     def samples(self) -> Iterator[Sample]:
-        for at, times in enumerate(self.times):
-            engine = (str(at),)
-            yield "time_to_first_token_seconds", engine, [*times.first.counts, times.first.total]
-            yield "inter_token_latency_seconds", engine, [*times.between.counts, times.between.total]
-        for (at, method, name), histogram in self._requests.items():
-            yield name, (str(at), method), [*histogram.counts, histogram.total]
-        for (at, reason), count in self._finished.items():
-            yield "request_success", (str(at), reason), count
-        for labels, count in self._calls.items():
-            yield "calls", labels, count
+        # An engine that has left takes its series along.
+        self._of_engines = {channel.name: self._of(channel.name) for channel in self._fleet.channels}
+        for engine, counts in self._of_engines.items():
+            times = counts.times
+            yield "time_to_first_token_seconds", (engine,), [*times.first.counts, times.first.total]
+            yield "inter_token_latency_seconds", (engine,), [*times.between.counts, times.between.total]
+            for (method, name), histogram in counts.requests.items():
+                yield name, (engine, method), [*histogram.counts, histogram.total]
+            for reason, count in counts.finished.items():
+                yield "request_success", (engine, reason), count
+        for labels, number in self._calls.items():
+            yield "calls", labels, number
         yield "admitted_requests", (), self._admission.requests
         yield "admitted_requests_limit", (), self._admission.max_requests
         yield "reserved_tokens", (), self._admission.tokens
@@ -154,7 +167,7 @@ def parsed(serialized: bytes) -> Iterator[Sample]:
 
 
 def engine_samples(
-    dispatcher: Dispatcher, load: control_pb2.Load, restarts: int, is_draining: bool, shows_tenants: bool
+    fleet: Fleet, load: control_pb2.Load, restarts: int, is_draining: bool, shows_tenants: bool
 ) -> Iterator[Sample]:
     """What any router knows of the engines and the server, without asking them.
 
@@ -164,9 +177,9 @@ def engine_samples(
     yield "server_info", (installed_version(),), 1
     yield "draining", (), is_draining
     yield "tenants", (), load.num_tenants
-    for index, channel in enumerate(dispatcher.channels):
-        engine = str(index)
-        yield "engine_up", (engine,), channel.is_ready
+    for channel in fleet.channels:
+        engine = channel.name
+        yield "engine_up", (engine,), channel.is_ready and not channel.is_leaving
         yield "engine_restarts", (engine,), restarts
         if channel.info is not None:
             cache = channel.info.kv_cache
@@ -183,7 +196,7 @@ def engine_samples(
 
 
 def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
-    engine = str(load.engine)
+    engine = load.name
     for family in OF_ENGINES:
         if family.field:
             yield family.name, (engine,), getattr(load, family.field)

@@ -32,11 +32,13 @@ def seen_load(load: control_pb2.Load) -> control_pb2.Load:
 
 
 def seen_info(info: control_pb2.ServerInfo) -> control_pb2.ServerInfo:
-    """What the caller may see of the server: settings that name tenants are removed unless it may observe."""
+    """What the caller may see of the server: unless it may observe, no settings that name tenants, no engine's name."""
     if not caller().may(Right.OBSERVE):
         for settings in (info.settings, *(engine.info.settings for engine in info.engines)):
             for name in [name for name in settings if name.startswith("tenant")]:
                 del settings[name]
+        for engine in info.engines:
+            engine.name = ""
     return info
 
 

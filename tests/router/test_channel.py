@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm import ShmServer
-from pagoda_server.router.engines.channel import Dispatcher, EngineChannel
+from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
 from pagoda_server.router.errors import Unavailable
 
@@ -307,28 +306,3 @@ async def test_an_engine_that_knows_no_pings_gets_none_and_its_hang_is_not_hidde
             message = await engine.read()
             assert message is not None
             assert message.WhichOneof("message") == kind
-
-
-@dataclass(eq=False)
-class Candidate:
-    """What a Dispatcher reads of a channel."""
-
-    num_live_sequences: int = 0
-    is_suspect: bool = False
-    is_ready: bool = True
-
-
-def picked(*candidates: Candidate, count: int) -> list[int]:
-    dispatcher = Dispatcher(candidates)  # type: ignore[arg-type]
-    return [candidates.index(dispatcher.pick()) for _ in range(count)]  # type: ignore[arg-type]
-
-
-def test_engines_with_as_few_sequences_are_picked_in_turn() -> None:
-    engines = [Candidate(), Candidate(num_live_sequences=1), Candidate(), Candidate(is_ready=False), Candidate()]
-    assert picked(*engines, count=9) == [0, 2, 4] * 3
-
-
-def test_an_engine_whose_answer_is_late_is_picked_only_if_all_are_late() -> None:
-    late, busy = Candidate(is_suspect=True), Candidate(num_live_sequences=9)
-    assert set(picked(late, busy, count=10)) == {1}
-    assert picked(late, Candidate(9, is_suspect=True), count=10) == [0] * 10

@@ -11,7 +11,6 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
-from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted, Unavailable
 from pagoda_server.router.process.control import (
     MAX_TENANTS_LISTED,
@@ -24,6 +23,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.telemetry.load_feed import MAX_TRACES, LoadFeed, watch_interval_s
 from pagoda_server.router.tenants.caller import ANYONE, set_caller
 from pagoda_server.router.text.chat_template import ChatTemplate
+from tests.router.fleets import fleet_of
 
 READS = (control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE)
 LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)
@@ -47,7 +47,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,
         load=control_pb2.EngineLoad(**fields),
         tenants=engine_pb2.Tenants(),
-        num_live_sequences=0,
+        num_sequences=0,
         trace=trace,
     )
 
@@ -59,10 +59,10 @@ def tokenizer(template: str | None = None, **recommended: float) -> Any:
 
 
 def control(*engines: Any, tokenizer: Any = UNUSED) -> ControlServicer:
-    admission, dispatcher = Admission(5, 5), Dispatcher(engines)
+    admission, fleet = Admission(5, 5), fleet_of(*engines)
     return ControlServicer(
-        model="m", tokenizer=tokenizer, limits=lambda: LIMITS, admission=admission, dispatcher=dispatcher,
-        state=ServingState(dispatcher, admission), engine_restarts=lambda: 3, max_message_bytes=1,
+        model="m", tokenizer=tokenizer, limits=lambda: LIMITS, admission=admission, fleet=fleet,
+        state=ServingState(fleet, admission), engine_restarts=lambda: 3, max_message_bytes=1,
         settings={},
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_the_servers_state_is_that_of_its_engines_unless_it_drains(
 ) -> None:
     admission = Admission(5, 5)
     admission.is_draining = is_draining
-    assert ServingState(Dispatcher(engines), admission).state == expected
+    assert ServingState(fleet_of(*engines), admission).state == expected
 
 
 async def listed(tokenizer: Any) -> control_pb2.ModelInfo:
@@ -137,16 +137,16 @@ async def test_recommended_sampling_is_passed_on_where_a_request_could_ask_for_i
     assert not (await listed(tokenizer())).HasField("recommended_sampling")
 
 
-async def test_a_trace_names_engines_by_their_place_among_the_addresses() -> None:
-    written: list[int] = []
+async def test_a_trace_tells_engines_by_number_and_name() -> None:
+    written: list[tuple[int, str]] = []
 
     class Context:
         async def write(self, part: trace_pb2.StepTracePart) -> None:
-            written.append(part.engine)
+            written.append((part.engine, part.name))
 
     context: Any = Context()
     await control(engine(), engine(False), engine()).GetStepTrace(trace_pb2.GetStepTraceRequest(), context)
-    assert written == [0, 2]
+    assert written == [(0, "0"), (2, "2")]
 
 
 async def test_few_step_traces_are_taken_at_once() -> None:

@@ -172,7 +172,7 @@ function drawEngines() {
   which.hidden = ids.length < 2;
   if (which.dataset.ids !== ids.join()) {
     which.dataset.ids = ids.join();
-    which.replaceChildren(...ids.map((id) => new Option(`Engine ${id}`, id, false, id === shown)));
+    which.replaceChildren(...ids.map((id) => new Option(`Engine ${engines.get(id).name || id}`, id, false, id === shown)));
   }
 }
 

@@ -22,6 +22,7 @@ from pagoda_server.router.telemetry.trace_reader import Rates, TraceReader
 from pagoda_server.router.tenants.caller import ANYONE, Caller
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import VOCAB_SIZE, SteppedEngine
+from tests.router.fleets import fleet_of
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 
@@ -180,7 +181,7 @@ def feed(channel: Channel) -> LiveFeed:
         told.tenants.add(name="brown", share=0.25)
         return told
 
-    return LiveFeed([channel], load)  # type: ignore[list-item]
+    return LiveFeed(fleet_of(channel), load)
 
 
 async def ticks(watch: AsyncIterator[str], count: int) -> list[dict[str, Any]]:
@@ -305,7 +306,7 @@ async def test_each_request_has_its_time_to_first_token_however_long_a_step_take
     found: list[dict[str, Any]] = []
 
     async def watch() -> None:
-        async for message in LiveFeed([channel], load).watch(ANYONE):  # type: ignore[list-item]
+        async for message in LiveFeed(fleet_of(channel), load).watch(ANYONE):
             found.extend(json.loads(message))
 
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(watch())]

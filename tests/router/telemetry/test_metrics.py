@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
-from pagoda_server.router.engines.channel import Dispatcher
 from pagoda_server.router.errors import (
     Internal,
     InvalidArgument,
@@ -35,6 +34,7 @@ from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, To
 from pagoda_server.router.request.validation import validate_generate
 from pagoda_server.router.telemetry.families import FAMILIES
 from pagoda_server.router.telemetry.metrics import Page, Tally, engine_samples, parsed
+from tests.router.fleets import fleet_of
 from tests.router.test_generate_call import LENGTH, LIMITS, Engine, Letters, Writer, said
 
 STOP, CANCELLED = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_CANCELLED
@@ -75,7 +75,7 @@ class Samples:
 
 
 def tally(router: int = 0, num_engines: int = 1) -> Tally:
-    return Tally(num_engines, Admission(5, 500), router)
+    return Tally(fleet_of(*(SimpleNamespace() for _ in range(num_engines))), Admission(5, 500), router)
 
 
 def page_of(*tallies: Tally, accept: str = "") -> Samples:
@@ -89,7 +89,11 @@ def answer(*reasons: inference_pb2.FinishReason, tokens: int = 5, **timing: floa
 
 
 def end(
-    observers: Observers, error: BaseException | None = None, of: Any = None, method: str = "Generate", engine: int = 0
+    observers: Observers,
+    error: BaseException | None = None,
+    of: Any = None,
+    method: str = "Generate",
+    engine: str = "0",
 ) -> None:
     """A call that ends like this."""
     with contextlib.suppress(BaseException), observers.recording(Record(method, "", (), method)) as record:
@@ -121,12 +125,12 @@ def engine(is_ready: bool = True, **load: float) -> Any:
 
 
 def page_of_engines(*engines: Any, shows_tenants: bool = True) -> Samples:
-    admission, dispatcher = Admission(5, 5), Dispatcher(engines)
+    admission, fleet = Admission(5, 5), fleet_of(*engines)
     control = ControlServicer(
-        model="m", tokenizer=UNUSED, limits=UNUSED, admission=admission, dispatcher=dispatcher,
-        state=ServingState(dispatcher, admission), engine_restarts=UNUSED, max_message_bytes=1, settings={},
+        model="m", tokenizer=UNUSED, limits=UNUSED, admission=admission, fleet=fleet,
+        state=ServingState(fleet, admission), engine_restarts=UNUSED, max_message_bytes=1, settings={},
     )  # fmt: skip
-    samples = engine_samples(dispatcher, control.load(), restarts=3, is_draining=False, shows_tenants=shows_tenants)
+    samples = engine_samples(fleet, control.load(), restarts=3, is_draining=False, shows_tenants=shows_tenants)
     return Samples(Page("m", samples).encoded("")[0])
 
 
@@ -153,7 +157,7 @@ def test_docs_tell_every_name_once() -> None:
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"])
 def test_both_formats_have_every_series_with_its_colon(accept: str) -> None:
     content, content_type = Page("m", [*tally().samples(), *engine_samples(
-        Dispatcher([engine()]), control_pb2.Load(engines=[control_pb2.EngineLoad()]), 0, False, True
+        fleet_of(engine()), control_pb2.Load(engines=[control_pb2.EngineLoad(name="0")]), 0, False, True
     )]).encoded(accept)  # fmt: skip
     assert content_type.startswith("application/openmetrics-text; version=1.0.0" if accept else "text/plain")
     names = Samples(content, openmetrics_families if accept else text_string_to_metric_families).names
@@ -205,7 +209,7 @@ def test_calls_count_by_the_way_they_end() -> None:
 
 def test_a_call_counts_at_the_engine_that_served_it() -> None:
     counts = tally(num_engines=2)
-    end(counting(counts), of=answer(STOP), engine=1)
+    end(counting(counts), of=answer(STOP), engine="1")
     page = page_of(counts)
     assert [page("vllm:e2e_request_latency_seconds_count", engine=at, method="Generate") for at in "01"] == [0, 1]
 
@@ -310,7 +314,7 @@ def test_routers_counts_are_summed_and_their_processes_told_apart() -> None:
     for counts, calls in ((first, 2), (second, 3)):
         for _ in range(calls):
             end(counting(counts), of=answer(STOP, total_s=1))
-        counts.times[0].between.add(0.02, 10)
+        counts.times("0").between.add(0.02, 10)
     whole = Page("m", [*first.samples(), *parsed(second.serialized())]).encoded("")[0]
     page = Samples(whole)
     assert page("pagoda_calls_total", method="Generate", code="OK", reason="") == 5

@@ -80,16 +80,18 @@ class ServerInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime_s: _Optional[float] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine", "state", "restarts", "info")
+    __slots__ = ("engine", "state", "restarts", "info", "name")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     engine: int
     state: EngineState
     restarts: int
     info: EngineInfo
-    def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ...) -> None: ...
+    name: str
+    def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256", "settings", "hidden_size")
@@ -233,7 +235,7 @@ class Load(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., num_tenants: _Optional[int] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("engine", "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots", "kv_slots_unused", "kv_waste", "host_blocks_total", "host_blocks_used", "step_sequences", "step_tokens", "step_time_s", "steps", "prompt_tokens", "cached_tokens", "prefix_hit_rate", "output_tokens", "preemptions", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "saved_tokens", "loaded_tokens", "drafts", "drafted_tokens", "accepted_tokens", "forced_tokens")
+    __slots__ = ("engine", "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots", "kv_slots_unused", "kv_waste", "host_blocks_total", "host_blocks_used", "step_sequences", "step_tokens", "step_time_s", "steps", "prompt_tokens", "cached_tokens", "prefix_hit_rate", "output_tokens", "preemptions", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "saved_tokens", "loaded_tokens", "drafts", "drafted_tokens", "accepted_tokens", "forced_tokens", "name")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +266,7 @@ class EngineLoad(_message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     engine: int
     waiting: int
     running: int
@@ -294,7 +297,8 @@ class EngineLoad(_message.Message):
     drafted_tokens: int
     accepted_tokens: int
     forced_tokens: int
-    def __init__(self, engine: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., kv_waste: _Optional[float] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_hit_rate: _Optional[float] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafts: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, engine: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., kv_waste: _Optional[float] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_hit_rate: _Optional[float] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafts: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class TenantLoad(_message.Message):
     __slots__ = ("name", "waiting", "running", "service", "recent_service", "share")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagoda/v1/trace.proto\x12\tpagoda.v1\"5\n\x13GetStepTraceRequest\x12\x13\n\x06last_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_last_s\"\xd5\x01\n\rStepTracePart\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x12\n\ntaken_at_s\x18\x02 \x01(\x01\x12\x14\n\x0ctoken_budget\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x05 \x01(\r\x12$\n\x05steps\x18\x06 \x03(\x0b\x32\x15.pagoda.v1.TracedStep\x12$\n\x05moves\x18\x07 \x03(\x0b\x32\x15.pagoda.v1.TracedMove\x12\x12\n\nis_partial\x18\x08 \x01(\x08\"\xc9\x02\n\nTracedStep\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\x12\x11\n\tsequences\x18\x03 \x03(\x04\x12\x14\n\x0c\x63hunk_starts\x18\x04 \x03(\r\x12\x15\n\rchunk_lengths\x18\x05 \x03(\r\x12\x0c\n\x04idle\x18\x06 \x03(\x04\x12+\n\x0cidle_reasons\x18\x07 \x03(\x0e\x32\x15.pagoda.v1.HoldReason\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x19\n\x0cnext_in_line\x18\t \x01(\x04H\x00\x88\x01\x01\x12#\n\x04hold\x18\n \x01(\x0e\x32\x15.pagoda.v1.HoldReason\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x0c \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\r \x01(\rB\x0f\n\r_next_in_line\"\xc6\x01\n\nTracedMove\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.pagoda.v1.MoveKind\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x11\n\tarrived_s\x18\x05 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x08 \x01(\r\x12\x0e\n\x06tenant\x18\t \x01(\t*\xae\x01\n\nHoldReason\x12\x1b\n\x17HOLD_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14HOLD_REASON_NO_PLACE\x10\x01\x12\x19\n\x15HOLD_REASON_NO_BLOCKS\x10\x02\x12\x19\n\x15HOLD_REASON_NO_BUDGET\x10\x03\x12\x14\n\x10HOLD_REASON_LATE\x10\x04\x12\x1d\n\x19HOLD_REASON_TOKEN_PENDING\x10\x05*\xde\x01\n\x08MoveKind\x12\x19\n\x15MOVE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMOVE_KIND_WAITS\x10\x01\x12\x15\n\x11MOVE_KIND_STARTED\x10\x02\x12\x17\n\x13MOVE_KIND_PREEMPTED\x10\x03\x12\x16\n\x12MOVE_KIND_FINISHED\x10\x04\x12\x15\n\x11MOVE_KIND_ABORTED\x10\x05\x12\x15\n\x11MOVE_KIND_EXPIRED\x10\x06\x12\x16\n\x12MOVE_KIND_REJECTED\x10\x07\x12\x14\n\x10MOVE_KIND_FAILED\x10\x08\x42?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagoda/v1/trace.proto\x12\tpagoda.v1\"5\n\x13GetStepTraceRequest\x12\x13\n\x06last_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_last_s\"\xe3\x01\n\rStepTracePart\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\r\x12\x12\n\ntaken_at_s\x18\x02 \x01(\x01\x12\x14\n\x0ctoken_budget\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x05 \x01(\r\x12$\n\x05steps\x18\x06 \x03(\x0b\x32\x15.pagoda.v1.TracedStep\x12$\n\x05moves\x18\x07 \x03(\x0b\x32\x15.pagoda.v1.TracedMove\x12\x12\n\nis_partial\x18\x08 \x01(\x08\x12\x0c\n\x04name\x18\t \x01(\t\"\xc9\x02\n\nTracedStep\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x02 \x01(\x01\x12\x11\n\tsequences\x18\x03 \x03(\x04\x12\x14\n\x0c\x63hunk_starts\x18\x04 \x03(\r\x12\x15\n\rchunk_lengths\x18\x05 \x03(\r\x12\x0c\n\x04idle\x18\x06 \x03(\x04\x12+\n\x0cidle_reasons\x18\x07 \x03(\x0e\x32\x15.pagoda.v1.HoldReason\x12\x0f\n\x07waiting\x18\x08 \x01(\r\x12\x19\n\x0cnext_in_line\x18\t \x01(\x04H\x00\x88\x01\x01\x12#\n\x04hold\x18\n \x01(\x0e\x32\x15.pagoda.v1.HoldReason\x12\x0f\n\x07running\x18\x0b \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x0c \x01(\r\x12\x18\n\x10\x62locks_evictable\x18\r \x01(\rB\x0f\n\r_next_in_line\"\xc6\x01\n\nTracedMove\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.pagoda.v1.MoveKind\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x11\n\tarrived_s\x18\x05 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x08 \x01(\r\x12\x0e\n\x06tenant\x18\t \x01(\t*\xae\x01\n\nHoldReason\x12\x1b\n\x17HOLD_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14HOLD_REASON_NO_PLACE\x10\x01\x12\x19\n\x15HOLD_REASON_NO_BLOCKS\x10\x02\x12\x19\n\x15HOLD_REASON_NO_BUDGET\x10\x03\x12\x14\n\x10HOLD_REASON_LATE\x10\x04\x12\x1d\n\x19HOLD_REASON_TOKEN_PENDING\x10\x05*\xde\x01\n\x08MoveKind\x12\x19\n\x15MOVE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fMOVE_KIND_WAITS\x10\x01\x12\x15\n\x11MOVE_KIND_STARTED\x10\x02\x12\x17\n\x13MOVE_KIND_PREEMPTED\x10\x03\x12\x16\n\x12MOVE_KIND_FINISHED\x10\x04\x12\x15\n\x11MOVE_KIND_ABORTED\x10\x05\x12\x15\n\x11MOVE_KIND_EXPIRED\x10\x06\x12\x16\n\x12MOVE_KIND_REJECTED\x10\x07\x12\x14\n\x10MOVE_KIND_FAILED\x10\x08\x42?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,16 +32,16 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.v1.trace_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\tpagoda.v1P\001Z$pagoda/clients/go/pagoda/v1;pagodav1\252\002\tPagoda.V1'
-  _globals['_HOLDREASON']._serialized_start=841
-  _globals['_HOLDREASON']._serialized_end=1015
-  _globals['_MOVEKIND']._serialized_start=1018
-  _globals['_MOVEKIND']._serialized_end=1240
+  _globals['_HOLDREASON']._serialized_start=855
+  _globals['_HOLDREASON']._serialized_end=1029
+  _globals['_MOVEKIND']._serialized_start=1032
+  _globals['_MOVEKIND']._serialized_end=1254
   _globals['_GETSTEPTRACEREQUEST']._serialized_start=36
   _globals['_GETSTEPTRACEREQUEST']._serialized_end=89
   _globals['_STEPTRACEPART']._serialized_start=92
-  _globals['_STEPTRACEPART']._serialized_end=305
-  _globals['_TRACEDSTEP']._serialized_start=308
-  _globals['_TRACEDSTEP']._serialized_end=637
-  _globals['_TRACEDMOVE']._serialized_start=640
-  _globals['_TRACEDMOVE']._serialized_end=838
+  _globals['_STEPTRACEPART']._serialized_end=319
+  _globals['_TRACEDSTEP']._serialized_start=322
+  _globals['_TRACEDSTEP']._serialized_end=651
+  _globals['_TRACEDMOVE']._serialized_start=654
+  _globals['_TRACEDMOVE']._serialized_end=852
 # @@protoc_insertion_point(module_scope)

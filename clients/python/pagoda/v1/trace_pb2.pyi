@@ -50,7 +50,7 @@ class GetStepTraceRequest(_message.Message):
     def __init__(self, last_s: _Optional[float] = ...) -> None: ...
 
 class StepTracePart(_message.Message):
-    __slots__ = ("engine", "taken_at_s", "token_budget", "max_num_seqs", "blocks_total", "steps", "moves", "is_partial")
+    __slots__ = ("engine", "taken_at_s", "token_budget", "max_num_seqs", "blocks_total", "steps", "moves", "is_partial", "name")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TAKEN_AT_S_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class StepTracePart(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
     IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     engine: int
     taken_at_s: float
     token_budget: int
@@ -67,7 +68,8 @@ class StepTracePart(_message.Message):
     steps: _containers.RepeatedCompositeFieldContainer[TracedStep]
     moves: _containers.RepeatedCompositeFieldContainer[TracedMove]
     is_partial: bool
-    def __init__(self, engine: _Optional[int] = ..., taken_at_s: _Optional[float] = ..., token_budget: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks_total: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TracedStep, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[TracedMove, _Mapping]]] = ..., is_partial: bool = ...) -> None: ...
+    name: str
+    def __init__(self, engine: _Optional[int] = ..., taken_at_s: _Optional[float] = ..., token_budget: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., blocks_total: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TracedStep, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[TracedMove, _Mapping]]] = ..., is_partial: bool = ..., name: _Optional[str] = ...) -> None: ...
 
 class TracedStep(_message.Message):
     __slots__ = ("start_s", "end_s", "sequences", "chunk_starts", "chunk_lengths", "idle", "idle_reasons", "waiting", "next_in_line", "hold", "running", "blocks_free", "blocks_evictable")

@@ -1,0 +1,148 @@
+"""The engines of a router, which join and leave while it runs, and the choice of one for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from ..errors import Unavailable
+from .channel import RETRY_AFTER_S, EngineChannel
+
+log = logging.getLogger("pagoda.router")
+
+LOOKS_AGAIN_S = 0.1  # how often a leaving engine's streams are counted
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An engine that a router uses.
+
+    name     stands for it in metrics, traces and pages, whatever process answers at the address
+    address  see channel/address.py
+    """
+
+    name: str
+    address: str
+
+
+class Fleet:
+    """The channels to all engines, in the order in which they joined; picks an engine for each request.
+
+    The pick is the engine with the fewest sequences, in turn where several have as few. One whose answer is late gets
+    nothing while others answer.
+    """
+
+    def __init__(self, connect: Callable[[Member, int], EngineChannel]) -> None:
+        """
+        connect  makes the channel to a member; the number is its place among all that have ever joined
+        """
+        self.channels: list[EngineChannel] = []
+        self._connect = connect
+        self._numbers = itertools.count()
+        self._turns = itertools.count()
+        self._looks_again: asyncio.TimerHandle | None = None
+        self._tasks: dict[EngineChannel, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] | None = None  # set while it runs; ends with the first channel that fails
+
+    # -- who belongs to it ------------------------------------------------------------------------------------------
+
+    def set_members(self, members: Iterable[Member]) -> None:
+        """Let engines join and leave until these are the members."""
+        wanted = {(member.name, member.address): member for member in members}
+        for channel in list(self.channels):  # one without streams leaves at once
+            if wanted.pop((channel.name, channel.address), None) is None:
+                self._leave(channel)
+            else:
+                channel.is_leaving = False
+        for member in wanted.values():
+            self.join(member)
+
+    def join(self, member: Member) -> None:
+        channel = self._connect(member, next(self._numbers))
+        self.channels.append(channel)
+        if self._failed is not None:
+            log.info("the engine at %s joins", channel.label)
+            self._start(channel)
+
+    def _leave(self, channel: EngineChannel) -> None:
+        """Give an engine nothing new; its channel is closed once its streams have ended."""
+        if not channel.is_leaving:
+            log.info("the engine at %s leaves: %d sequences", channel.label, channel.num_live_sequences)
+        channel.is_leaving = True
+        if self._failed is not None and self._looks_again is None:
+            self._part()
+
+    async def run(self) -> None:
+        """Keep the channels open until cancelled. Raises ConfigError for an address that cannot work here."""
+        self._failed = asyncio.get_running_loop().create_future()
+        for channel in self.channels:
+            self._start(channel)
+        self._part()
+        try:
+            await self._failed
+        finally:
+            if self._looks_again is not None:
+                self._looks_again.cancel()
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _start(self, channel: EngineChannel) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            assert self._failed is not None, "tasks start while it runs"
+            if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+                self._failed.set_exception(error)
+
+        self._tasks[channel] = asyncio.create_task(channel.run())
+        self._tasks[channel].add_done_callback(end)
+
+    def _part(self) -> None:
+        """Close the channels of leaving engines whose streams have ended."""
+        self._looks_again = None
+        leaving = [channel for channel in self.channels if channel.is_leaving]
+        idle = [channel for channel in leaving if not channel.num_live_sequences]
+        for channel in idle:
+            self.channels.remove(channel)
+            self._tasks.pop(channel).cancel()
+        if len(idle) < len(leaving):
+            self._looks_again = asyncio.get_running_loop().call_later(LOOKS_AGAIN_S, self._part)
+
+    # -- which one gets a request -----------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> list[EngineChannel]:
+        """The engines that take requests."""
+        return [channel for channel in self.channels if channel.is_ready and not channel.is_leaving]
+
+    def find(self, number: int) -> EngineChannel | None:
+        return next((channel for channel in self.channels if channel.number == number), None)
+
+    def refusal(self) -> Unavailable | None:
+        """Why no engine can be picked now; None: one is ready."""
+        if self.ready:
+            return None
+        return Unavailable("the engine is loading or being restarted", retry_after_s=self.retry_after_s)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """How long a client that has lost its engine should wait; None: unknown."""
+        if self.ready:
+            return RETRY_AFTER_S[0]
+        return min((at for channel in self.channels if (at := channel.retry_after_s) is not None), default=None)
+
+    def pick(self, avoid: Collection[EngineChannel] = ()) -> EngineChannel:
+        """Pick an engine. Raises Unavailable if none is ready.
+
+        avoid  engines that get the request only if no other is ready
+        """
+        if (error := self.refusal()) is not None:
+            raise error
+        ready = self.ready
+        candidates = [channel for channel in ready if channel not in avoid] or ready
+        candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
+        fewest = min(channel.num_sequences for channel in candidates)
+        least_loaded = [channel for channel in candidates if channel.num_sequences == fewest]
+        return least_loaded[next(self._turns) % len(least_loaded)]

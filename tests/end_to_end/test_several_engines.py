@@ -1,0 +1,92 @@
+"""Several engines behind one router, as real processes: they join, leave, and are chosen by their load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from pagoda_server.engine.runners.synthetic import expected_tokens
+from tests.end_to_end.asking import Answer, ask, request
+from tests.servers import running_engine, running_server
+
+pytestmark = pytest.mark.thorough
+
+MODEL = ("--model", "synthetic")
+ENGINE = (*MODEL, "--step-ms", "10")
+INFO = control_pb2.GetServerInfoRequest()
+LOAD = control_pb2.GetLoadRequest()
+
+
+@contextlib.contextmanager
+def router(engines: str) -> Iterator[tuple[inference_pb2_grpc.InferenceStub, control_pb2_grpc.ControlStub]]:
+    with running_server(*MODEL, "--engine", engines) as server, grpc.insecure_channel(server.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
+
+
+def until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> float:
+    """Wait until something is so; return how many seconds that took."""
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_engines_join_and_leave_a_running_router_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "engines.json"
+    addresses = {name: f"unix:{tmp_path / name}.sock" for name in ("red", "blue")}
+
+    def write(*names: str) -> None:
+        entries = [{"name": name, "address": addresses[name]} for name in names]
+        path.with_suffix(".new").write_text(json.dumps({"engines": entries}))
+        path.with_suffix(".new").rename(path)
+
+    def ready() -> list[tuple[int, str]]:
+        return [(each.engine, each.name) for each in control.GetLoad(LOAD).engines]
+
+    write("red")
+    with (
+        running_engine(addresses["red"], *ENGINE),
+        running_engine(addresses["blue"], *ENGINE),
+        router(f"file:{path}") as (inference, control),
+    ):
+        until(lambda: Path(addresses["blue"].removeprefix("unix:")).exists())
+        assert ready() == [(0, "red")]
+        stream = inference.Generate(request("stays", max_tokens=400))
+        first = next(stream)
+        write("red", "blue")
+        assert until(lambda: ready() == [(0, "red"), (1, "blue")]) < 2
+        write("blue")
+        until(lambda: ask(inference, request("new", max_tokens=1)) and control.GetLoad(LOAD).engines[1].steps > 0)
+        assert Answer([first, *stream]).ids() == expected_tokens(b"stays", 400, 258), "it ends where it began"
+        until(lambda: ready() == [(1, "blue")])
+        assert [each.name for each in control.GetServerInfo(INFO).engines] == ["blue"]
+        assert ask(inference, request("after", max_tokens=3)).ids() == expected_tokens(b"after", 3, 258)
+
+
+def test_a_router_counts_the_sequences_of_other_routers(tmp_path: Path) -> None:
+    """Two routers share two engines: what one sends goes where the other has sent nothing."""
+    engines = ",".join(addresses := [f"unix:{tmp_path / name}.sock" for name in ("one", "two")])
+    with contextlib.ExitStack() as stack:
+        for address in addresses:
+            stack.enter_context(running_engine(address, *ENGINE))
+        first, _ = stack.enter_context(router(addresses[0]))
+        inference, control = stack.enter_context(router(engines))
+        until(lambda: len(control.GetLoad(LOAD).engines) == 2)
+        held = [first.Generate(request(f"held {at}", max_tokens=2000)) for at in range(4)]
+        for each in held:
+            next(each)
+        until(lambda: [each.running for each in control.GetLoad(LOAD).engines] == [4, 0])
+        calls = [inference.Generate(request(f"call {at}", max_tokens=2000)) for at in range(4)]
+        for each in calls:
+            next(each)
+        until(lambda: [each.running for each in control.GetLoad(LOAD).engines] == [4, 4])
+        for each in (*held, *calls):
+            each.cancel()

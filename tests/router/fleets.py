@@ -1,0 +1,21 @@
+"""Fleets of engines that tests play."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagoda_server.router.engines.fleet import Fleet, Member
+
+
+def fleet_of(*engines: Any) -> Fleet:
+    """A fleet of these, whatever stands for their channels. They are named by their places, from 0."""
+
+    def connect(member: Member, number: int) -> Any:
+        engine = engines[number]
+        engine.name, engine.address, engine.number, engine.is_leaving = member.name, member.address, number, False
+        return engine
+
+    fleet = Fleet(connect)
+    for place in range(len(engines)):
+        fleet.join(Member(str(place), f"unix:{place}"))
+    return fleet
