@@ -30,6 +30,7 @@ ToolFormatName = Literal[
     "llama3", "mistral", "mistral-v3", "pythonic", "qwen3-coder"
 ]  # fmt: skip
 ReasoningFormatName = Literal["auto", "none", "gemma4", "harmony", "mistral", "think"]
+ChoiceName = Literal["load", "hash"]
 MAX_QUEUED_TOKENS = 1 << 62
 MAX_TEXT_BYTES = 1 << 30  # a message of gRPC, which has 2 GiB at most, holds it beside the other fields
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
@@ -136,6 +137,11 @@ class RouterSettings(CommonSettings):
         "dns:NAME:PORT for all addresses of a name, or file:PATH for a JSON file that is read again when it changes.",
         check=_check_engine, is_private=True,
     )  # fmt: skip
+    choose: ChoiceName = setting(
+        "load",
+        "Which of several engines gets a request. load: the one with the fewest sequences. hash: one that follows from "
+        "the prompt's first 256 tokens, while its load is near the mean.",
+    )
     channel: Literal["auto", "shm", "grpc"] = setting(
         "auto", "How to reach a spawned engine. auto takes shared memory on Linux, else gRPC."
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import Unavailable
 from .channel import RETRY_AFTER_S, EngineChannel
+from .choosing import Asked, Chooser, LeastLoaded
 
 log = logging.getLogger("pagoda.router")
 
@@ -31,18 +32,18 @@ class Member:
 class Fleet:
     """The channels to all engines, in the order in which they joined; picks an engine for each request.
 
-    The pick is the engine with the fewest sequences, in turn where several have as few. One whose answer is late gets
-    nothing while others answer.
+    A Chooser picks. An engine whose answer is late gets nothing while others answer.
     """
 
-    def __init__(self, connect: Callable[[Member, int], EngineChannel]) -> None:
+    def __init__(self, connect: Callable[[Member, int], EngineChannel], chooser: Chooser | None = None) -> None:
         """
         connect  makes the channel to a member; the number is its place among all that have ever joined
+        chooser  None: LeastLoaded
         """
         self.channels: list[EngineChannel] = []
         self._connect = connect
         self._numbers = itertools.count()
-        self._turns = itertools.count()
+        self._chooser = chooser or LeastLoaded()
         self._looks_again: asyncio.TimerHandle | None = None
         self._tasks: dict[EngineChannel, asyncio.Task[None]] = {}
         self._failed: asyncio.Future[None] | None = None  # set while it runs; ends with the first channel that fails
@@ -133,16 +134,15 @@ class Fleet:
             return RETRY_AFTER_S[0]
         return min((at for channel in self.channels if (at := channel.retry_after_s) is not None), default=None)
 
-    def pick(self, avoid: Collection[EngineChannel] = ()) -> EngineChannel:
+    def pick(self, avoid: Collection[EngineChannel] = (), asked: Asked | None = None) -> EngineChannel:
         """Pick an engine. Raises Unavailable if none is ready.
 
         avoid  engines that get the request only if no other is ready
+        asked  what is known of the request; None: nothing
         """
         if (error := self.refusal()) is not None:
             raise error
         ready = self.ready
         candidates = [channel for channel in ready if channel not in avoid] or ready
         candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
-        fewest = min(channel.num_sequences for channel in candidates)
-        least_loaded = [channel for channel in candidates if channel.num_sequences == fewest]
-        return least_loaded[next(self._turns) % len(least_loaded)]
+        return candidates[0] if len(candidates) == 1 else self._chooser.choose(candidates, asked)

@@ -34,6 +34,7 @@ from ..adapters.translation import Adapter
 from ..adapters.vllm import VllmEngine
 from ..answers.formats import format_of
 from ..engines.channel import EngineChannel, WrongEngine
+from ..engines.choosing import RULES
 from ..engines.fleet import Fleet, Member
 from ..engines.membership import membership
 from ..engines.stream import Wakeups
@@ -160,7 +161,7 @@ class Router:
             self._tenants.load()
         with contextlib.closing(self._tokenizer):
             self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
-            self._fleet = Fleet(self._connect)
+            self._fleet = Fleet(self._connect, RULES[self._config.choose]())
             members = membership(f"0={self._spawned}" if self._spawned else self._config.engine, self._fleet)
             members.load()
             self._state = ServingState(self._fleet, self._admission)

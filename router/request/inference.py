@@ -13,6 +13,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
 from ..answers.formats import AnswerFormat
+from ..engines.choosing import Asked
 from ..errors import PagodaError, Unavailable, Unimplemented
 from ..tenants.caller import caller
 from .admission import Admission, Reservation
@@ -163,7 +164,8 @@ class InferenceServicer:
                 submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                 if kept is not None:
                     kept.submitted(submit)
-                await self._stream(submit, params, admitted, output, admitted.received, kept)
+                asked = Asked.of(submit, prompt)
+                await self._stream(submit, asked, params, admitted, output, admitted.received, kept)
 
     def _likely_length(self, params: GenerateParams, max_tokens: int) -> int:
         """Tokens to reserve for each sequence of a request, at first."""
@@ -210,11 +212,12 @@ class InferenceServicer:
                 admitted.reservation.grow(kept.num_unfinished * len(submit.prompt) + output)
                 admitted.spending.reserve(output)
                 admitted.begin(request.request_id)
-                await self._stream(submit, kept.params, admitted, output, kept.received, kept, counts)
+                await self._stream(submit, Asked.of(submit), kept.params, admitted, output, kept.received, kept, counts)
 
     async def _stream(
         self,
         submit: engine_pb2.Submit,
+        asked: Asked,
         params: GenerateParams,
         admitted: AdmittedCall,
         reserved: int,
@@ -224,9 +227,10 @@ class InferenceServicer:
     ) -> None:
         """Stream a request to its end.
 
+        asked     what decides which engine gets it
         reserved  tokens for its output, beside what is kept of it
-        kept    what is kept of the stream, if it is resumable
-        counts  of a stream that is resumed: the tokens that the client has of each sequence
+        kept      what is kept of the stream, if it is resumable
+        counts    of a stream that is resumed: the tokens that the client has of each sequence
         """
 
         def starts() -> None:
@@ -235,7 +239,7 @@ class InferenceServicer:
 
         fleet = self.services.fleet
         try:
-            engine = fleet.pick()
+            engine = fleet.pick(asked=asked)
             admitted.record.engine = engine.name
             times = self._times(engine.name) if self._times else None
             # Before all else, so that the engine can start.

@@ -18,6 +18,7 @@ from pagoda.v1 import inference_pb2
 
 from ...settings.sampling import PARAMETERS
 from ..engines.channel import EngineChannel
+from ..engines.choosing import Asked
 from ..engines.stream import EngineStream, SequenceInbox, Wake
 from ..errors import Aborted, InvalidArgument
 from ..tenants.caller import Caller
@@ -383,7 +384,7 @@ class Readouts:
         def submit(index: int) -> engine_pb2.Submit:
             return job.submit(index, admitted.asker, time_left(admitted.call))
 
-        engine = fleet.pick()
+        engine = fleet.pick(asked=Asked.of(submit(0)))
         admitted.record.engine = engine.name
         admitted.record.answer = answer
         assert engine.info is not None, "an engine that is ready has said hello"
