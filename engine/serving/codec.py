@@ -255,8 +255,8 @@ class PendingOutput:
     load: LoadSnapshot | None = None
 
     @property
-    def is_empty(self) -> bool:
-        return self.load is None and not self.tokens and not self.ended and not self.readings
+    def has_output(self) -> bool:
+        return bool(self.tokens or self.ended or self.started or self.readings)
 
     def to_message(self) -> engine_pb2.StepOutput:
         return engine_pb2.StepOutput(

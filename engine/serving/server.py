@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pagoda.engine")
 
+LOAD_EVERY_S = 0.25  # to routers for whom a step did nothing; with many of them, theirs would cost more than the rest
 STALL_TIMEOUT_S = 30.0  # a router that takes no message for this long is dropped
 
 RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
@@ -65,6 +66,8 @@ class Connection:
         self._epoch = epoch
         self._unsent: engine_pb2.EngineMessage | None = None  # a message that was made and found no room
         self._tenants: TenantTable | None = None  # the table that was sent last
+        self._taken_at = -math.inf  # when the load was sent last
+        self._timer: asyncio.TimerHandle | None = None  # sends a load that comes too soon after another
         self.flushed: list[int] = []
         self.traces: list[Iterator[engine_pb2.Trace]] = []
         self.owes_pong = False
@@ -72,8 +75,24 @@ class Connection:
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
     def report(self, load: engine_loop.LoadSnapshot) -> None:
-        """Send what is pending, within this call if the link has room, else as soon as it has."""
+        """Send what is pending, and the load with it. A load alone waits if another one has just been sent."""
         self.pending.load = load
+        if self.pending.has_output or (wait_s := self._taken_at + LOAD_EVERY_S - time.monotonic()) <= 0:
+            self._send()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._send)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _send(self) -> None:
+        """Send what is pending, within this call if the link has room, else as soon as it has."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self.has_output:  # it left with something else
+            return
         if self.link is None or self.wake.is_set() or not self.link.is_free:
             self.wake.set()
             return
@@ -84,7 +103,7 @@ class Connection:
 
     @property
     def has_output(self) -> bool:
-        return self._unsent is not None or not self.pending.is_empty
+        return self._unsent is not None or self.pending.load is not None or self.pending.has_output
 
     def take(self) -> engine_pb2.EngineMessage:
         if self._unsent is not None:
@@ -92,6 +111,7 @@ class Connection:
             self.wake.set()  # for what has become pending since
             return message
         taken, self.pending = self.pending, PendingOutput()
+        self._taken_at = time.monotonic()
         step = taken.to_message()
         if taken.load and taken.load.tenants is not self._tenants:
             self._tenants = taken.load.tenants
@@ -164,7 +184,7 @@ class EngineServer:
     # -- from a router ----------------------------------------------------------------------------------------------
 
     def connect(self) -> Connection:
-        """Register a router: it gets the load of every step from now on, and what its sequences produce."""
+        """Register a router: it gets what its sequences produce from now on, and the load."""
         connection = Connection(self._info.epoch)
         self._connections.add(connection)
         if self._load is not None:
@@ -386,6 +406,7 @@ class EngineServer:
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        connection.close()
         self._abort(list(connection.ids.values()))
         for id in connection.ids.values():
             del self._routes[id]

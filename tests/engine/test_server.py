@@ -148,6 +148,26 @@ async def test_tenants_are_told_when_they_change_and_not_with_every_step(session
     assert told[-1].recent_service >= ann.service
 
 
+async def test_a_router_without_sequences_gets_the_load_four_times_a_second(address: str, session: Session) -> None:
+    async with connected(address) as other:
+
+        async def receive() -> None:
+            while True:
+                await other.receive()
+
+        began, receiving = time.monotonic(), asyncio.create_task(receive())
+        await session.submit(1, [1, 2, 3], max_tokens=600)
+        await session.receive_until_ended(1)
+        took_s = time.monotonic() - began
+        steps = session.load.steps
+        async with asyncio.timeout(1):  # the last load comes, though no step follows it
+            while other.load is None or other.load.steps < steps:  # noqa: ASYNC110 (the other task reads it)
+                await asyncio.sleep(0.01)
+        receiving.cancel()
+        assert session.num_messages > 500
+        assert 2 <= other.num_messages <= 4 * (took_s + 1) + 3, "hello, the load at its start, and no load of each step"
+
+
 async def test_abort_ends_a_sequence_and_returns_every_block(session: Session) -> None:
     await session.submit(1, [5] * 100, max_tokens=5000)
     while len(session.tokens.get(1, [])) < 3:
