@@ -12,14 +12,33 @@ from collections.abc import Callable
 
 from .address import UNIX_PREFIX, host_of, is_unix
 
-# A host that vanishes does not close its connections. Without these options its requests would go on until a write
-# stalls, or for ever if there is nothing to write.
-KEEPALIVE_OPTIONS = [
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # limits the wait for the answer to a ping; the default is a minute
-    ("grpc.http2.max_pings_without_data", 0),  # unlimited: a stream may be quiet for longer than the default two pings
-]
+
+def keepalive_options(every_s: float, timeout_s: float) -> list[tuple[str, int]]:
+    """Options by which gRPC closes the connections of a host that has vanished, which does not close them itself.
+
+    Without them its requests would go on until a write stalls, or for ever if there is nothing to write.
+    """
+    timeout_ms = round(1000 * timeout_s)
+    return [
+        ("grpc.keepalive_time_ms", round(1000 * every_s)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # limits the wait for the answer to a ping; the default is a minute
+        ("grpc.http2.max_pings_without_data", 0),  # unlimited: a stream may be quiet for longer than two pings
+    ]
+
+
+def channel_keepalive(address: str) -> list[tuple[str, int]]:
+    """Options for both ends of the channel between a router and an engine: the other host is missed after 7 s at most.
+
+    An engine also accepts as many pings from a router that sends nothing else. On one host the kernel closes the
+    connections of a process that ends, and one that hangs has until the hang timeout.
+    """
+    if is_unix(address):
+        return []
+    return [*keepalive_options(5, 2), ("grpc.http2.min_ping_interval_without_data_ms", 2500)]
+
+
+CLIENTS_KEEPALIVE = keepalive_options(30, 10)
 
 _LONGEST_PATH = 107  # in Linux's struct sockaddr_un, before the final zero
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,12 +82,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
-    """`pagoda serve` with these arguments on a free port; killed, with its engine, when the block ends."""
+def running_server(*arguments: str, ready: bool = True, inside: Sequence[str] = ()) -> Iterator[Server]:
+    """`pagoda serve` with these arguments on a free port; killed, with its engine, when the block ends.
+
+    inside  a command that runs it elsewhere, such as in a network namespace
+    """
     listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
     with (
         tempfile.TemporaryDirectory() as folder,
-        _spawned(Path(folder) / "log", "-m", "pagoda_server.cli", "serve", *listen, *arguments) as (process, log),
+        _spawned(Path(folder) / "log", "-m", "pagoda_server.cli", "serve", *listen, *arguments, inside=inside) as (
+            process,
+            log,
+        ),
     ):
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -101,20 +107,23 @@ def running_server(*arguments: str, ready: bool = True) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def running_engine(listen: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`python -m pagoda_server.engine` with these arguments."""
+def running_engine(listen: str, *arguments: str, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """`python -m pagoda_server.engine` with these arguments. `inside` is as in `running_server`."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        _spawned(Path(folder) / "log", "-m", "pagoda_server.engine", "--listen", listen, *arguments) as (process, _),
+        _spawned(Path(folder) / "log", "-m", "pagoda_server.engine", "--listen", listen, *arguments, inside=inside) as (
+            process,
+            _,
+        ),
     ):
         yield process
 
 
 @contextlib.contextmanager
-def _spawned(log: Path, *command: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def _spawned(log: Path, *command: str, inside: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
+            [*inside, sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
         )
     try:
         yield process, log

@@ -14,12 +14,11 @@ from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from ...channel.address import is_unix
 from ...channel.link import MAX_MESSAGE_BYTES
-from ...channel.listening import KEEPALIVE_OPTIONS, GrpcPort
+from ...channel.listening import GrpcPort, channel_keepalive
 from .codec import InvalidMessage
 from .server import RouterLink
 
 SERVER_OPTIONS = [
-    *KEEPALIVE_OPTIONS,
     ("grpc.so_reuseport", 0),  # it is on by default, and two engines that share a port would steal each other's routers
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -80,7 +79,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
     def __init__(self, address: str, serve: Callable[[RouterLink], Awaitable[Exception | None]]) -> None:
         self._address = address
         self._serve = serve
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *channel_keepalive(address)])
 
     async def Connect(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
         link = GrpcLink(requests, context)

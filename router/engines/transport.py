@@ -12,6 +12,7 @@ from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from ...channel import shm
 from ...channel.address import HAS_SHM, is_shm
 from ...channel.link import MAX_MESSAGE_BYTES, Link
+from ...channel.listening import channel_keepalive
 from ..errors import ConfigError
 
 EngineLink: TypeAlias = Link[engine_pb2.EngineMessage, engine_pb2.RouterMessage]
@@ -57,7 +58,7 @@ class ShmTransport:
 
 class GrpcTransport:
     def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *channel_keepalive(address)])
         self._stub = engine_pb2_grpc.EngineStub(self._channel)
 
     async def connect(self) -> EngineLink:

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from ...channel.address import host_of, is_local, is_unix
-from ...channel.listening import KEEPALIVE_OPTIONS, GrpcPort
+from ...channel.listening import CLIENTS_KEEPALIVE, GrpcPort
 from ...settings import ServeConfig
 from ...settings.router import AUTH_TOKEN_VARIABLE
 from ..errors import ConfigError
@@ -23,7 +23,7 @@ log = logging.getLogger("pagoda.router")
 
 MAX_PENDING_CALLS = 1 << 16  # arrived and not yet taken up; beyond it gRPC answers with a bare CANCELLED
 SERVER_OPTIONS = [
-    *KEEPALIVE_OPTIONS,
+    *CLIENTS_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients may ping an idle stream this often
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),

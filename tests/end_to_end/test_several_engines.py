@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
@@ -21,6 +25,7 @@ pytestmark = pytest.mark.thorough
 MODEL = ("--model", "synthetic")
 ENGINE = (*MODEL, "--step-ms", "10")
 INFO = control_pb2.GetServerInfoRequest()
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 LOAD = control_pb2.GetLoadRequest()
 
 
@@ -90,3 +95,60 @@ def test_a_router_counts_the_sequences_of_other_routers(tmp_path: Path) -> None:
         until(lambda: [each.running for each in control.GetLoad(LOAD).engines] == [4, 4])
         for each in (*held, *calls):
             each.cancel()
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str, Callable[[str], None]]]:
+    """Two network namespaces with a cable between them: what runs commands there, an address, a switch."""
+    names = [f"pagoda-{side}-{os.getpid()}" for side in ("one", "two")]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    def set_cable(state: str) -> None:
+        ip("-n", names[1], "link", "set", "cable", state)
+
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces need ip and the rights to use it: {error}")
+        for name, address in zip(names, ("10.1.1.1/24", "10.1.1.2/24"), strict=True):
+            ip("-n", name, "address", "add", address, "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        inside = [("ip", "netns", "exec", name) for name in names]
+        yield inside[0], inside[1], "10.1.1.2:50052", set_cable
+    finally:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_link_that_is_cut_is_noticed_at_both_ends(
+    tmp_path: Path, two_hosts: tuple[Any, Any, str, Callable[[str], None]], is_busy: bool
+) -> None:
+    here, there, address, set_cable = two_hosts
+    listen = ("--listen", f"unix:{tmp_path / 'router.sock'}")
+    with (
+        running_engine(address, *ENGINE, "--allow-insecure", inside=there),
+        running_server(*MODEL, "--engine", address, *listen, inside=here) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
+        if is_busy:
+            stream = inference.Generate(request("cut", max_tokens=20_000))
+            next(stream)
+        set_cable("down")
+        assert until(lambda: server.health() == NOT_SERVING) < 8
+        if is_busy:
+            with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+                list(stream)
+        time.sleep(8)
+        set_cable("up")
+        server.wait_ready(30)
+        assert ask(inference, request("after", max_tokens=3)).ids() == expected_tokens(b"after", 3, 258)
+        assert [each.running for each in control.GetLoad(LOAD).engines] == [0], "the engine has missed the router, too"
