@@ -35,7 +35,7 @@ def channel_keepalive(address: str) -> list[tuple[str, int]]:
     """
     if is_unix(address):
         return []
-    return [*keepalive_options(5, 2), ("grpc.http2.min_ping_interval_without_data_ms", 2500)]
+    return [*keepalive_options(2, 5), ("grpc.http2.min_ping_interval_without_data_ms", 1000)]
 
 
 CLIENTS_KEEPALIVE = keepalive_options(30, 10)

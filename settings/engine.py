@@ -13,7 +13,9 @@ from .setting import (
     ENGINE_KV_CACHE,
     ENGINE_MODEL,
     ENGINE_SCHEDULING,
+    LIMITS,
     MAX_UINT32,
+    SHORTEST_TIMEOUT_S,
     SettingError,
     Settings,
     check_cores,
@@ -75,6 +77,11 @@ class CommonSettings(Settings):
         "Model to serve: a name that `pagoda models` lists, a folder, a .gguf file or a name on the Hugging Face Hub.",
         is_private=True,
     )
+    hang_timeout_s: float = setting(
+        60.0,
+        "Seconds without an answer of its loop after which an engine counts as dead. No step may be longer.",
+        panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
+    )  # fmt: skip
     log_level: LogLevel = setting("info", "Lowest severity of messages to log.")
     log_format: LogFormat = setting("text", "How lines of the log are written: for people, or one JSON object a line.")
 

@@ -15,6 +15,7 @@ from .setting import (
     EXPOSURE,
     LIMITS,
     MAX_UINT32,
+    SHORTEST_TIMEOUT_S,
     TELEMETRY,
     SettingError,
     check_cores,
@@ -38,7 +39,6 @@ _OTLP_HEADERS = tuple(f"OTEL_EXPORTER_OTLP_{part}HEADERS" for part in ("", "TRAC
 _SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *_OTLP_HEADERS)
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|\*")
-SHORTEST_TIMEOUT_S = 0.1  # the router checks a timeout several times before it expires
 
 
 def environment_without_secrets() -> dict[str, str]:
@@ -192,11 +192,6 @@ class RouterSettings(CommonSettings):
     stall_timeout_s: float = setting(
         30.0,
         "Seconds that a client may read nothing, or take to send its request, before its call is ended.",
-        panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
-    )  # fmt: skip
-    hang_timeout_s: float = setting(
-        60.0,
-        "Seconds without an answer of its loop after which an engine counts as dead. No step may be longer.",
         panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
     )  # fmt: skip
 

@@ -126,6 +126,9 @@ def about(declared: Field[Any]) -> About:
     return described
 
 
+SHORTEST_TIMEOUT_S = 0.1  # a timeout is checked several times before it expires
+
+
 def check_cores(count: int) -> None:
     """Raise ValueError for more threads or processes than this machine has use for."""
     cores = os.cpu_count() or 1

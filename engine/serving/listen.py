@@ -27,8 +27,9 @@ def check_exposure(config: EngineConfig) -> None:
         )
 
 
-async def start_listening(server: EngineServer, listen: str) -> Listener:
+async def start_listening(server: EngineServer, config: EngineConfig) -> Listener:
     """Listen on unix:PATH, shm:PATH, shm:@NAME or HOST:PORT. Raises ConfigError if that fails."""
+    listen = config.listen
     listener: Listener
     if is_shm(listen):
         if not HAS_SHM:
@@ -38,7 +39,7 @@ async def start_listening(server: EngineServer, listen: str) -> Listener:
         # Only now: an engine that its router has started uses shared memory, and loads no gRPC.
         from .grpc_server import GrpcServer
 
-        listener = GrpcServer(listen, server.serve)
+        listener = GrpcServer(listen, server, config.hang_timeout_s)
     try:
         await listener.start()
     except OSError as error:

@@ -130,7 +130,7 @@ async def _serve(
         lookahead=runner.lookahead,
     )
     server.attach(loop.inbox)
-    listener = await start_listening(server, config.listen)
+    listener = await start_listening(server, config)
     ended = engine.submit(loop.run)
     log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
     await stop.wait()

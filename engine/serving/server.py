@@ -148,14 +148,19 @@ class EngineServer:
         self._compilers = FairThreads(2, "grammars")  # one may take a second
         self._compiling: dict[int, _Compilation] = {}  # by our id of a sequence that waits for its grammar
 
+    async def loop_answers(self) -> None:
+        """Wait until the loop, which makes the steps, has answered."""
+        answered = asyncio.Event()
+        self._put(engine_loop.Ping(lambda: self._soon(answered.set)))
+        await answered.wait()
+
     def attach(self, inbox: engine_loop.Inbox) -> None:
         self._inbox = inbox
 
     # -- from the loop ----------------------------------------------------------------------------------------------
 
     def send(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
-        with suppress(RuntimeError):  # the event loop has closed, so no router is left
-            self._events.call_soon_threadsafe(self.deliver, output, load)
+        self._soon(self.deliver, output, load)
 
     def deliver(self, output: StepOutput, load: engine_loop.LoadSnapshot) -> None:
         """Sort a step's output by router; on the event loop's thread."""
@@ -280,8 +285,7 @@ class EngineServer:
     ) -> None:
         """Compile a grammar and make the sequences that follow it; on a thread of its own."""
         done = self._make(make_grammars, guided, make, ids)
-        with suppress(RuntimeError):  # the event loop has closed, so no router is left
-            self._events.call_soon_threadsafe(done)
+        self._soon(done)
 
     def _make(
         self,
@@ -356,19 +360,18 @@ class EngineServer:
             connection.flushed.append(freed)
             connection.wake.set()
 
-        self._events.call_soon_threadsafe(reply)
+        self._soon(reply)
 
     def _reply_ping(self, connection: Connection) -> None:
         def reply() -> None:
             connection.owes_pong = True
             connection.wake.set()
 
-        with suppress(RuntimeError):  # the event loop has closed, so no router is left
-            self._events.call_soon_threadsafe(reply)
+        self._soon(reply)
 
     def _take_trace(self, connection: Connection, take: engine_pb2.TakeTrace) -> None:
         def reply(snapshot: TraceSnapshot) -> None:
-            self._events.call_soon_threadsafe(write, snapshot)
+            self._soon(write, snapshot)
 
         def write(snapshot: TraceSnapshot) -> None:
             connection.traces.append(trace_messages(take.number, snapshot))
@@ -411,6 +414,11 @@ class EngineServer:
         for id in connection.ids.values():
             del self._routes[id]
         connection.ids.clear()
+
+    def _soon(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function on the event loop's thread, from any other."""
+        with suppress(RuntimeError):  # the event loop has closed, so no router is left
+            self._events.call_soon_threadsafe(function, *arguments)
 
     def _put(self, message: engine_loop.Message) -> None:
         assert self._inbox is not None, "attach() comes before serving"

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
@@ -191,6 +191,25 @@ def test_beside_a_healthy_engine_one_that_hangs_loses_one_call_at_most_once_it_i
         assert answered > 20
         assert server.log.read_text().count("hangs: it has not answered") == 1
         assert server.health() == SERVING
+
+
+def test_the_health_of_an_engine_follows_its_loop(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path / 'engine.sock'}"
+    with (
+        running_engine(listen, *MODEL, "--step-ms", "8000", "--hang-timeout-s", "2"),
+        running_server(*MODEL, "--engine", listen, "--hang-timeout-s", "30") as server,
+        grpc.insecure_channel(listen) as engine,
+        grpc.insecure_channel(server.address) as router,
+    ):
+
+        def health() -> health_pb2.HealthCheckResponse.ServingStatus:
+            return health_pb2_grpc.HealthStub(engine).Check(health_pb2.HealthCheckRequest(), timeout=5).status
+
+        assert health() == SERVING
+        call = inference_pb2_grpc.InferenceStub(router).Generate(request("one step", max_tokens=1))
+        assert until(lambda: health() == NOT_SERVING, 2 + LATE_S) > 1
+        list(call)
+        until(lambda: health() == SERVING, LATE_S)
 
 
 def test_an_attached_engine_that_was_stuck_serves_again_once_its_loop_answers(tmp_path: Path) -> None:
