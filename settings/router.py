@@ -218,6 +218,12 @@ class RouterSettings(CommonSettings):
         "Takes the place of --auth-token-file.",
         panel=EXPOSURE, is_private=True,
     )  # fmt: skip
+    quotas_file: str | None = setting(
+        None,
+        "File, made if there is none, in which servers on this host count together what tenants use of their quotas. "
+        "The workers of one server do so without it.",
+        panel=EXPOSURE, is_private=True,
+    )  # fmt: skip
     tls_cert: str | None = setting(
         None, "PEM file with the server's certificate. Needs --tls-key.", panel=EXPOSURE, is_private=True
     )

@@ -42,7 +42,7 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
         if config.otlp_endpoint:
             import_traces()
         if config.tenants_file:
-            read_tenants(Path(config.tenants_file), config.workers)  # fail before a model is fetched
+            read_tenants(Path(config.tenants_file))  # fail before a model is fetched
         model = find_model(config.model, progress or PrintedProgress())
         hold(model.folder)
         named = replace(config, served_model_name=config.served_model_name or model.name)
@@ -61,7 +61,7 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
 
     def run() -> None:
         if config.serve.tenants_file:
-            wait_for_tenants(Path(config.serve.tenants_file), config.serve.workers)
+            wait_for_tenants(Path(config.serve.tenants_file))
         _run(
             Router(config.serve, folder, Tokenizer(folder), None, parent, config.index, config.sockets, config.spawned)
         )

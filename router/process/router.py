@@ -48,6 +48,7 @@ from ..request.sampling import default_sampling
 from ..request.services import Services
 from ..telemetry.logs import RequestLog
 from ..tenants.identity import Identities, Tenants, TenantsFile
+from ..tenants.ledger import OwnLedger, SharedLedger
 from ..tenants.quotas import Quotas
 from ..text.pooling import pooling_of
 from ..text.tokenizer import Tokenizer
@@ -141,11 +142,11 @@ class Router:
             self._observers.append(self._requests)
             self._observers.on_refusal.append(self._requests.refused)
         self._admission = Admission(config.max_requests, config.max_queued_tokens or (1 << 62) // config.workers)
-        self._quotas = Quotas(config.workers)
+        self._quotas = Quotas(SharedLedger(Path(config.quotas_file)) if config.quotas_file else OwnLedger())
         self._identities = Identities({}) if config.tenants_file else Identities.of_one_token(auth_token(config))
         self._tenants: TenantsFile | None = None
         if config.tenants_file:
-            self._tenants = TenantsFile(Path(config.tenants_file), config.workers, self._adopt_tenants)
+            self._tenants = TenantsFile(Path(config.tenants_file), self._adopt_tenants)
         self._wakeups = Wakeups()
         self._http: HttpPort | None = None  # set with --http
         self._tally: Tally | None = None  # set with --http, which alone shows it

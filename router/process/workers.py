@@ -84,6 +84,8 @@ class Workers:
             if config.http:
                 config = replace(config, http=stack.enter_context(reserved_port(config.http, "--http")))
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
+            if config.tenants_file and not config.quotas_file:
+                config = replace(config, quotas_file=f"{private}/quotas")
             engine = stack.enter_context(spawned_engine(self._config, self._folder))
             self._engine = engine.supervisor if engine else None
             address = engine.address if engine else None

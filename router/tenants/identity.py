@@ -110,15 +110,13 @@ class Tenants:
     quotas: Mapping[str, Quota]
 
 
-def read_tenants(path: Path, parts: int = 1) -> Tenants:
+def read_tenants(path: Path) -> Tenants:
     """Read a tenants file.
-
-    parts  routers that share each quota
 
     Raises ConfigError, in one line, with the file and the place in it.
     """
     try:
-        found = _tenants_from(tomllib.loads(followed.read_file(path, MAX_FILE_BYTES).decode()), parts)
+        found = _tenants_from(tomllib.loads(followed.read_file(path, MAX_FILE_BYTES).decode()))
         if not found.tokens:
             raise ValueError("has no [[token]], so that every call would be refused")
         return found
@@ -128,7 +126,7 @@ def read_tenants(path: Path, parts: int = 1) -> Tenants:
         raise ConfigError(f"--tenants-file: {path}: {' '.join(str(error).split())}") from None
 
 
-def _tenants_from(given: dict[str, Any], parts: int) -> Tenants:
+def _tenants_from(given: dict[str, Any]) -> Tenants:
     """Raises ValueError, which names the entry and the key."""
     _check_keys("the file", given, {"token", "tenant"})
     entries, tables = given.get("token", []), given.get("tenant", {})
@@ -143,7 +141,7 @@ def _tenants_from(given: dict[str, Any], parts: int) -> Tenants:
         if hashed in tokens:
             raise ValueError(f"{place}: sha256 is that of another token")
         tokens[hashed] = caller
-    return Tenants(tokens, {name: _quota_from(name, table, parts) for name, table in tables.items()})
+    return Tenants(tokens, {name: _quota_from(name, table) for name, table in tables.items()})
 
 
 def _token_from(place: str, entry: dict[str, Any]) -> tuple[bytes, Caller]:
@@ -163,7 +161,7 @@ def _token_from(place: str, entry: dict[str, Any]) -> tuple[bytes, Caller]:
     return bytes.fromhex(hashed), Caller(tenant, frozenset(map(Right, rights)), is_proven=True)
 
 
-def _quota_from(name: str, table: object, parts: int) -> Quota:
+def _quota_from(name: str, table: object) -> Quota:
     place = f"[tenant.{name}]" if re.fullmatch(r"[\w-]+", name) else f'[tenant."{name}"]'
     check_tenant(f"{place}: the name", name)
     if not isinstance(table, dict):
@@ -172,8 +170,6 @@ def _quota_from(name: str, table: object, parts: int) -> Quota:
     for key, value in table.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_QUOTA:
             raise ValueError(f"{place}: {key} must be a whole number from 1 to {MAX_QUOTA}, not {value!r}")
-    if (most := table.get("max_requests")) is not None and most < parts:
-        raise ValueError(f"{place}: max_requests {most} leaves nothing for some of the {parts} workers")
     return Quota(**table)
 
 
@@ -188,12 +184,12 @@ def _check_keys(place: str, table: dict[str, Any], known: set[str]) -> None:
         raise ValueError(f"{place}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
 
 
-def wait_for_tenants(path: Path, parts: int) -> None:
+def wait_for_tenants(path: Path) -> None:
     """Return when the tenants file can be read: a router that starts late has no older tenants to go on with."""
     while True:
         seen = followed.stamps([path])
         try:
-            read_tenants(path, parts)
+            read_tenants(path)
             return
         except ConfigError as error:
             log.error("this router waits for its tenants: %s", error)
@@ -209,11 +205,10 @@ class TenantsFile:
 
     name = "the tenants"
 
-    def __init__(self, path: Path, parts: int, adopt: Callable[[Tenants], None]) -> None:
+    def __init__(self, path: Path, adopt: Callable[[Tenants], None]) -> None:
         self.paths = [path]
         self.adopt = adopt
         self.seen: followed.Stamps = ()
-        self._parts = parts
 
     def load(self) -> None:
         """Read the file. Raises ConfigError."""
@@ -221,7 +216,7 @@ class TenantsFile:
         self.adopt(self.read())
 
     def read(self) -> Tenants:
-        return read_tenants(self.paths[0], self._parts)
+        return read_tenants(self.paths[0])
 
     async def follow(self) -> None:
         """Read the file whenever it has changed. What is wrong with it is logged, and the tenants stay as they were."""

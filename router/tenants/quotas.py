@@ -1,6 +1,6 @@
 """Quotas of tenants: requests at once, requests a minute, tokens a minute.
 
-A tenant without a quota is not limited here. Several routers each hold their part of every quota.
+A tenant without a quota is not limited here. Routers that share a ledger share every quota.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from ..errors import QuotaExceeded
+from .ledger import NUM_NUMBERS, Numbers, OwnLedger, Row, SharedLedger
 
 MINUTE_S = 60.0
 RETRY_REQUEST_S = 1.0  # only the tenant knows when one of its own requests ends
+_AT, _TAKEN, _RETURNABLE, _FRACTION, _FORGOTTEN = range(NUM_NUMBERS)  # places of a bucket's numbers
 _LEAST_FRACTION = 1e-9
 _AT_ONCE_S = 1e-6  # waits below it are errors of rounding
 
@@ -37,7 +39,7 @@ class Claim:
     """What was taken from a bucket: the amount divided by the bucket's fraction, and its `forgotten`, at that time."""
 
     amount: float
-    forgotten: int
+    forgotten: float
 
 
 class Bucket:
@@ -49,14 +51,15 @@ class Bucket:
     holds less than that, each can give back the same fraction of it.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, numbers: Numbers | None = None) -> None:
+        """
+        numbers  its state, which other processes may change between two calls: as of when it is; what is taken; of
+                 that, what all claims together can give back; the fraction of it of a claim made when that was 1; how
+                 often claims were forgotten. All zero at first
+        """
         self.size = 0.0
         self.rate = 0.0
-        self._at = now
-        self._taken = 0.0
-        self._returnable = 0.0  # of all claims
-        self._fraction = 1.0  # of a claim made when it was 1
-        self._forgotten = 0  # how often claims were forgotten
+        self._numbers: Numbers = [0.0] * NUM_NUMBERS if numbers is None else numbers
 
     def resize(self, per_minute: float, now: float) -> None:
         self._leak(now)
@@ -65,49 +68,53 @@ class Bucket:
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until so much can be taken if nothing else is; 0 or less: now."""
         self._leak(now)
-        return (self._taken + amount - self.size) / self.rate
+        return (self._numbers[_TAKEN] + amount - self.size) / self.rate
 
     def take(self, amount: float, now: float) -> Claim:
         self._leak(now)
-        self._taken += amount
-        self._returnable += amount
-        return Claim(amount / self._fraction, self._forgotten)
+        self._numbers[_TAKEN] += amount
+        self._numbers[_RETURNABLE] += amount
+        return Claim(amount / self._numbers[_FRACTION], self._numbers[_FORGOTTEN])
 
     def give_back(self, claim: Claim, unused: float, now: float) -> None:
         """End a claim, of which so much was not used."""
         self._leak(now)
-        if claim.forgotten == self._forgotten:
-            returnable = min(claim.amount * self._fraction, self._returnable)
-            self._returnable -= returnable
-            self._taken = max(self._taken - min(unused, returnable), self._returnable)
+        _, taken, all_returnable, fraction, forgotten = self._numbers
+        if claim.forgotten == forgotten:
+            returnable = min(claim.amount * fraction, all_returnable)
+            self._numbers[_RETURNABLE] = all_returnable - returnable
+            self._numbers[_TAKEN] = max(taken - min(unused, returnable), all_returnable - returnable)
 
     def _leak(self, now: float) -> None:
-        self._taken -= self.rate * (now - self._at)
-        self._at = now
-        if self._taken <= 0:
-            self._taken = 0.0
+        at, taken, returnable, fraction, _ = self._numbers
+        taken -= self.rate * max(0.0, now - at)  # a clock that started anew, with the machine, counts from now
+        self._numbers[_AT] = now
+        if taken <= 0 or not fraction:
+            self._numbers[_TAKEN] = 0.0
             self._forget_claims()
-        elif self._returnable > self._taken:
-            self._fraction *= self._taken / self._returnable
-            self._returnable = self._taken
-            if self._fraction < _LEAST_FRACTION:
+            return
+        self._numbers[_TAKEN] = taken
+        if returnable > taken:
+            self._numbers[_FRACTION] = fraction * taken / returnable
+            self._numbers[_RETURNABLE] = taken
+            if self._numbers[_FRACTION] < _LEAST_FRACTION:
                 self._forget_claims()
 
     def _forget_claims(self) -> None:
         """Let the claims made so far give nothing back."""
-        self._returnable = 0.0
-        self._fraction = 1.0
-        self._forgotten += 1
+        self._numbers[_RETURNABLE] = 0.0
+        self._numbers[_FRACTION] = 1.0
+        self._numbers[_FORGOTTEN] += 1
 
 
 class _Account:
-    """What one tenant uses."""
+    """A tenant's quota and what it uses."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, row: Row) -> None:
         self.quota = Quota()
-        self.live = 0
-        self.requests = Bucket(now)
-        self.tokens = Bucket(now)
+        self.row = row
+        self.requests = Bucket(row.requests)
+        self.tokens = Bucket(row.tokens)
 
 
 class Spending:
@@ -146,68 +153,84 @@ class Spending:
 
 
 class Quotas:
-    """All tenants' quotas in this router, and what is used of them.
+    """All tenants' quotas, and what is used of them.
 
-    parts  routers that share the quotas
+    ledger  where it is counted
+    clock   the same for all that share the ledger
     """
 
-    def __init__(self, parts: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._parts = parts
+    def __init__(
+        self, ledger: OwnLedger | SharedLedger | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ledger = ledger or OwnLedger()
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
     def replace(self, quotas: Mapping[str, Quota]) -> None:
         """Set every tenant's quota. What was used before still counts. A quota that is not given ends."""
         accounts, now = {}, self._clock()
-        for tenant, quota in quotas.items():
-            account = accounts[tenant] = self._accounts.get(tenant) or _Account(now)
-            account.quota = quota
-            account.requests.resize((quota.requests_per_minute or 0) / self._parts, now)
-            account.tokens.resize((quota.tokens_per_minute or 0) / self._parts, now)
+        with self._ledger.locked():
+            for tenant, quota in quotas.items():
+                account = accounts[tenant] = self._accounts.get(tenant) or _Account(self._ledger.row(tenant))
+                account.quota = quota
+                account.requests.resize(quota.requests_per_minute or 0, now)
+                account.tokens.resize(quota.tokens_per_minute or 0, now)
         self._accounts = accounts
 
     def refusal(self, tenant: str) -> QuotaExceeded | None:
         """Why a tenant's request of whatever size would be refused now; None if it may be admitted."""
         account = self._accounts.get(tenant)
-        return None if account is None else self._refusal(account)
+        if account is None:
+            return None
+        with self._ledger.locked():
+            return self._refusal(account)
 
     def enter(self, tenant: str) -> Spending:
         """Admit a tenant's request. Raises what `refusal` returns."""
         account = self._accounts.get(tenant)
         if account is not None:
-            if (error := self._refusal(account)) is not None:
-                raise error
-            account.live += 1
-            if account.quota.requests_per_minute is not None:
-                now = self._clock()
-                account.requests.give_back(account.requests.take(1, now), 0, now)
+            with self._ledger.locked():
+                if (error := self._refusal(account)) is not None:
+                    raise error
+                account.row.add(1)
+                if account.quota.requests_per_minute is not None:
+                    self._overdraw(account.requests, 1)
         return Spending(self, account)
 
     def take_tokens(self, account: _Account, tokens: int) -> Claim:
         """Raises QuotaExceeded."""
-        now, bucket, limit = self._clock(), account.tokens, account.quota.tokens_per_minute
+        bucket, limit = account.tokens, account.quota.tokens_per_minute
         assert limit is not None
         if tokens > bucket.size:
             why = f"the request may use {tokens} tokens, more than fit at once; a smaller max_tokens needs fewer"
             raise QuotaExceeded("tokens_per_minute", limit, why)
-        if (wait_s := bucket.wait_s(tokens, now)) > _AT_ONCE_S:
-            raise QuotaExceeded("tokens_per_minute", limit, f"the request may use {tokens} tokens", wait_s)
-        return bucket.take(tokens, now)
+        with self._ledger.locked():
+            now = self._clock()
+            if (wait_s := bucket.wait_s(tokens, now)) > _AT_ONCE_S:
+                raise QuotaExceeded("tokens_per_minute", limit, f"the request may use {tokens} tokens", wait_s)
+            return bucket.take(tokens, now)
 
     def overdraw(self, account: _Account, tokens: int) -> None:
         """Take tokens whether or not the bucket holds them. They are not given back."""
+        with self._ledger.locked():
+            self._overdraw(account.tokens, tokens)
+
+    def _overdraw(self, bucket: Bucket, amount: float) -> None:
         now = self._clock()
-        account.tokens.give_back(account.tokens.take(tokens, now), 0, now)
+        bucket.give_back(bucket.take(amount, now), 0, now)
 
     def leave(self, account: _Account, claim: Claim | None, unused: int) -> None:
-        account.live -= 1
-        if claim is not None:
-            account.tokens.give_back(claim, unused, self._clock())
+        with self._ledger.locked():
+            account.row.add(-1)
+            if claim is not None:
+                account.tokens.give_back(claim, unused, self._clock())
 
     def _refusal(self, account: _Account) -> QuotaExceeded | None:
         quota = account.quota
-        if quota.max_requests is not None and account.live >= quota.max_requests // self._parts:
-            return QuotaExceeded("max_requests", quota.max_requests, f"{account.live} requests run", RETRY_REQUEST_S)
+        if quota.max_requests is not None and account.row.live >= quota.max_requests:
+            account.row.forget_dead()
+            if (live := account.row.live) >= quota.max_requests:
+                return QuotaExceeded("max_requests", quota.max_requests, f"{live} requests run", RETRY_REQUEST_S)
         for name, limit, bucket in (
             ("requests_per_minute", quota.requests_per_minute, account.requests),
             ("tokens_per_minute", quota.tokens_per_minute, account.tokens),

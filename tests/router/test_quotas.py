@@ -16,9 +16,9 @@ from pagoda_server.router.tenants.quotas import Quota, Quotas
 class Minutes:
     """Quotas of the tenant "a", and a clock that the test moves."""
 
-    def __init__(self, quota: Quota, parts: int = 1) -> None:
+    def __init__(self, quota: Quota) -> None:
         self.now = 0.0
-        self.quotas = Quotas(parts, clock=lambda: self.now)
+        self.quotas = Quotas(clock=lambda: self.now)
         self.quotas.replace({"a": quota})
 
     def spend(self, reserved: int, used: int) -> None:
@@ -104,14 +104,6 @@ def test_a_request_beyond_the_whole_quota_is_told_that_waiting_does_not_help() -
         spending.reserve(1001)
     assert caught.value.retry_after_s is None
     minutes.spend(1000, 0)
-
-
-def test_several_routers_have_equal_parts() -> None:
-    minutes = Minutes(Quota(max_requests=5, tokens_per_minute=1000), parts=2)
-    with minutes.quotas.enter("a"), minutes.quotas.enter("a"), pytest.raises(QuotaExceeded):
-        minutes.quotas.enter("a")
-    minutes.spend(450, 450)
-    assert minutes.retry_after_s(100) == pytest.approx(60 * 50 / 500)
 
 
 def test_a_new_quota_counts_what_was_used_under_the_old_one() -> None:
