@@ -114,7 +114,7 @@ def test_grpc_and_http_are_published_where_the_router_listens() -> None:
     inside = [port.rpartition(":")[2] for port in SERVICES["router"]["ports"]]
     assert [flags["listen"], flags["http"]] == [f"0.0.0.0:{port}" for port in inside]
     assert re.findall(r"^EXPOSE (.+)$", stage("router"), re.MULTILINE) == [" ".join(inside)]
-    assert flags["http-allowed-hosts"] == "router"
+    assert flags["http-allowed-hosts"] == "router,router-2"
 
 
 def test_a_model_of_the_hub_is_fetched_by_one_and_found_by_all() -> None:
@@ -135,8 +135,20 @@ def test_on_a_gpu_triton_has_a_compiler_and_a_cache_that_it_may_write_and_load_f
     assert "gcc" not in stage("engine")
 
 
+def test_the_profile_fleet_adds_an_engine_and_a_router_like_the_first() -> None:
+    assert {name for name, service in SERVICES.items() if "fleet" in service.get("profiles", ())} == {
+        "engine-2", "router-2",
+    }  # fmt: skip
+    own = {
+        "engine-2": {"profiles": ["fleet"], "networks": {"channel": {"aliases": ["engine"]}}},
+        "router-2": {"profiles": ["fleet"], "ports": ["127.0.0.1:50061:50051", "127.0.0.1:8001:8000"]},
+    }
+    assert SERVICES["engine-2"] == SERVICES["engine"] | own["engine-2"]
+    assert SERVICES["router-2"] == SERVICES["router"] | own["router-2"]
+
+
 def test_one_profile_runs_one_engine_under_the_name_that_the_router_calls() -> None:
-    assert "--engine=engine:50052" in SERVICES["router"]["command"]
+    assert "--engine=dns:engine:50052" in SERVICES["router"]["command"]
     assert (ROOT / ".env").read_text().strip() == "COMPOSE_PROFILES=cpu"
     assert SERVICES["engine"]["profiles"] == ["cpu"]
     assert SERVICES["engine-gpu"]["profiles"] == ["gpu"]
@@ -162,7 +174,7 @@ def test_prometheus_scrapes_the_router_by_a_name_that_it_accepts_and_grafana_ask
     deploy = ROOT / "deploy"
     (scraped,) = yaml.safe_load((deploy / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     assert scraped["static_configs"] == [{"targets": ["router:8000"]}]
-    assert {"--http=0.0.0.0:8000", "--http-allowed-hosts=router"} <= set(SERVICES["router"]["command"])
+    assert {"--http=0.0.0.0:8000", "--http-allowed-hosts=router,router-2"} <= set(SERVICES["router"]["command"])
     (source,) = yaml.safe_load((deploy / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert SERVICES["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
