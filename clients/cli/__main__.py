@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pagoda_server import installed_version
+from pagoda_server.cli.certs import certs
 from pagoda_server.cli.chat import chat
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, status
@@ -64,6 +65,7 @@ app.command()(top)
 app.command()(trace)
 app.command()(health)
 app.command()(token)
+app.command()(certs)
 
 
 def main() -> None:
