@@ -1,1 +1,1 @@
-"""What each process runs on: its event loop, its logs, and the files that it follows."""
+"""What each process runs on: its event loop, its logs, the files that it follows, and the channel's guards."""

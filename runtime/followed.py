@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,21 @@ class Followed(Protocol[Content]):
         """Read the files. Called in a thread. Raises an exception whose text says in one line what is wrong."""
 
     def adopt(self, content: Content) -> None: ...
+
+
+def wait_until_read(
+    name: str, paths: Sequence[Path], read: Callable[[], object], error_type: type[Exception], log: logging.Logger
+) -> None:
+    """Return when the files can be read: a router that starts late has no older content to go on with."""
+    while True:
+        seen = stamps(paths)
+        try:
+            read()
+            return
+        except error_type as error:
+            log.error("this router waits for %s: %s", name, error)
+        while stamps(paths) == seen:
+            time.sleep(POLL_S)
 
 
 async def follow(followed: Followed[Content], error_type: type[Exception], log: logging.Logger) -> None:

@@ -13,12 +13,14 @@ from .setting import (
     ENGINE_KV_CACHE,
     ENGINE_MODEL,
     ENGINE_SCHEDULING,
+    EXPOSURE,
     LIMITS,
     MAX_UINT32,
     SHORTEST_TIMEOUT_S,
     SettingError,
     Settings,
     check_cores,
+    flag,
     setting,
 )
 
@@ -84,6 +86,37 @@ class CommonSettings(Settings):
     )  # fmt: skip
     log_level: LogLevel = setting("info", "Lowest severity of messages to log.")
     log_format: LogFormat = setting("text", "How lines of the log are written: for people, or one JSON object a line.")
+    channel_tls_cert: str | None = setting(
+        None,
+        "PEM file with this end's certificate for the channel at HOST:PORT. Needs --channel-tls-key and "
+        "--channel-tls-ca. All files of the channel are read again when they change.",
+        panel=EXPOSURE, is_private=True,
+    )  # fmt: skip
+    channel_tls_key: str | None = setting(
+        None, "PEM file with the private key of --channel-tls-cert.", panel=EXPOSURE, is_private=True
+    )
+    channel_tls_ca: str | None = setting(
+        None,
+        "PEM file with the authorities that sign the certificates of the channel's other ends.",
+        panel=EXPOSURE, is_private=True,
+    )  # fmt: skip
+    channel_token_file: str | None = setting(
+        None,
+        "File with a token that routers send and engines at HOST:PORT ask for. While it is replaced, two lines hold "
+        "the old and the new one.",
+        panel=EXPOSURE, is_private=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len({self.channel_tls_cert is None, self.channel_tls_key is None, self.channel_tls_ca is None}) > 1:
+            raise SettingError("--channel-tls-cert, --channel-tls-key and --channel-tls-ca must be given together")
+
+    @property
+    def guards_of_channel(self) -> list[str]:
+        """The options given that guard the channel at HOST:PORT."""
+        names = ("channel_tls_cert", "channel_tls_key", "channel_tls_ca", "channel_token_file")
+        return [flag(name) for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -274,9 +307,7 @@ class EngineConfig(EngineSettings):
         "Address for routers to connect to: shm:PATH, unix:PATH or HOST:PORT (port 0 takes a free one).",
         check=_check_listen, is_private=True,
     )  # fmt: skip
-    allow_insecure: bool = setting(
-        False, "Listen at an address that other hosts can reach, though the channel has neither TLS nor a token."
-    )
+    allow_insecure: bool = setting(False, "Listen at an address that other hosts can reach without TLS or a token.")
     exit_with_parent: bool = setting(
         False, "Exit when standard input ends, as it does when the process that holds its other end dies."
     )

@@ -230,6 +230,12 @@ class RouterSettings(CommonSettings):
     tls_key: str | None = setting(
         None, "PEM file with the certificate's private key. Needs --tls-cert.", panel=EXPOSURE, is_private=True
     )
+    channel_tls_name: str | None = setting(
+        None,
+        "Name that every engine's certificate must bear, for engines whose addresses are not names that last. Needs "
+        "--channel-tls-cert.",
+        panel=EXPOSURE, check=_check_name, is_private=True, shown_default="the host of the engine's address",
+    )  # fmt: skip
     http_allowed_hosts: str | None = setting(
         None,
         "Names, separated by commas, by which HTTP requests may call this server, besides localhost, IP addresses and "
@@ -259,6 +265,11 @@ class RouterSettings(CommonSettings):
         panel=TELEMETRY, check=_check_otlp_endpoint, is_private=True,
     )  # fmt: skip
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.channel_tls_name is not None and self.channel_tls_cert is None:
+            raise SettingError("--channel-tls-name needs --channel-tls-cert")
+
 
 @dataclass(frozen=True)
 class ServeConfig(RouterSettings, EngineSettings):
@@ -274,8 +285,11 @@ class ServeConfig(RouterSettings, EngineSettings):
         return is_local(self.listen) if self.reflection is None else self.reflection
 
     def check_engine_is_ours(self) -> None:
-        """Raise SettingError for a spawned engine's settings if there is none, because they would have no effect."""
+        """Raise SettingError for settings without effect: a spawned engine's if there is none, and the reverse."""
         if self.engine == SPAWN:
+            if self.guards_of_channel:
+                options = ", ".join(self.guards_of_channel)
+                raise SettingError(f"{options}: only for engines at HOST:PORT; a spawned one has a private address")
             return
         common = {declared.name for declared in fields(CommonSettings)}
         names = [declared.name for declared in fields(EngineSettings) if declared.name not in common]

@@ -107,16 +107,17 @@ def running_server(*arguments: str, ready: bool = True, inside: Sequence[str] = 
 
 
 @contextlib.contextmanager
-def running_engine(listen: str, *arguments: str, inside: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
-    """`python -m pagoda_server.engine` with these arguments. `inside` is as in `running_server`."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _spawned(Path(folder) / "log", "-m", "pagoda_server.engine", "--listen", listen, *arguments, inside=inside) as (
-            process,
-            _,
-        ),
-    ):
-        yield process
+def running_engine(
+    listen: str, *arguments: str, inside: Sequence[str] = (), log: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """`python -m pagoda_server.engine` with these arguments. `inside` is as in `running_server`.
+
+    log  the file that it writes its log to; None: one that is not kept
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = ("-m", "pagoda_server.engine", "--listen", listen, *arguments)
+        with _spawned(log or Path(folder) / "log", *command, inside=inside) as (process, _):
+            yield process
 
 
 @contextlib.contextmanager

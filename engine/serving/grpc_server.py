@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from ...channel.address import is_unix
 from ...channel.link import MAX_MESSAGE_BYTES
 from ...channel.listening import GrpcPort, channel_keepalive
+from ...runtime.channel_trust import ChannelTrust, Trust
 from .codec import InvalidMessage
 from .server import EngineServer
 
@@ -28,6 +30,7 @@ SERVER_OPTIONS = [
 ]
 GRACE_S = 0.2
 PING_S = 1.0  # between two questions to the loop
+REFUSED_EACH_S = 60.0  # a router tries again and again: its refusals are logged once in so many seconds
 
 Context: TypeAlias = grpc.aio.ServicerContext[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
@@ -79,19 +82,31 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
     address         HOST:PORT, or unix:PATH for a socket that only its owner may use
     server          runs the sessions; it returns why it has dropped a router, or None, and the call ends then
     hang_timeout_s  while the engine's loop has not answered for so long, the health service says NOT_SERVING
+    trust           what guards HOST:PORT
     """
 
-    def __init__(self, address: str, server: EngineServer, hang_timeout_s: float) -> None:
+    def __init__(self, address: str, server: EngineServer, hang_timeout_s: float, trust: ChannelTrust) -> None:
         self._address = address
         self._engine = server
         self._hang_timeout_s = hang_timeout_s
+        self._trust = trust
+        self._offered: Trust | None = None  # whose certificates gRPC has
+        self._refused_at = -REFUSED_EACH_S
         self._health = health.aio.HealthServicer()
-        self._watching: asyncio.Task[None] | None = None
+        self._helpers: list[asyncio.Task[None]] = []
         self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *channel_keepalive(address)])
 
     async def Connect(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
+        if not self._trust.current.accepts(context.invocation_metadata() or ()):
+            self._log_refused()
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token of the channel is required")
         link = GrpcLink(requests, context)
         await link.end(await self._engine.serve(link))
+
+    def _log_refused(self) -> None:
+        if time.monotonic() - self._refused_at >= REFUSED_EACH_S:
+            self._refused_at = time.monotonic()
+            log.warning("refused a router without a valid token (--channel-token-file)")
 
     async def start(self) -> None:
         """Start listening. Raises OSError if the address cannot be bound."""
@@ -99,12 +114,28 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         previous = os.umask(0o177) if is_unix(self._address) else None
         try:
-            self._port = GrpcPort(self._address, self._server.add_insecure_port)
+            self._port = GrpcPort(self._address, self._add_port)
         finally:
             if previous is not None:
                 os.umask(previous)
         await self._server.start()
-        self._watching = asyncio.create_task(self._watch())
+        self._helpers = [asyncio.create_task(self._watch()), asyncio.create_task(self._trust.follow(log))]
+
+    def _add_port(self, address: str) -> int:
+        if (first := self._new_certificates()) is None:
+            return int(self._server.add_insecure_port(address))
+        # gRPC asks for new ones at each handshake, from a thread of its own.
+        credentials = grpc.dynamic_ssl_server_credentials(first, self._new_certificates, True)
+        return int(self._server.add_secure_port(address, credentials))
+
+    def _new_certificates(self) -> grpc.ServerCertificateConfiguration | None:
+        """The certificates of the files, unless gRPC has them."""
+        trust, certificates = self._trust.current, self._trust.current.certificates
+        if trust is self._offered or certificates is None:
+            return None
+        self._offered = trust
+        pair = (certificates.key, certificates.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], certificates.authorities)
 
     async def _watch(self) -> None:
         """Have the health service follow the loop, which makes the steps: other threads of a stuck engine answer on."""
@@ -118,7 +149,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
             await asyncio.sleep(min(PING_S, self._hang_timeout_s / 32))
 
     async def stop(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for helper in self._helpers:
+            helper.cancel()
         self._port.close()
         await self._server.stop(grace=GRACE_S)

@@ -25,6 +25,7 @@ from pagoda.v1 import control_pb2
 
 from ...checkpoints import CheckpointError, PrintedProgress, hold, resolve
 from ...runtime import event_loop
+from ...runtime.channel_trust import ChannelTrust
 from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
 from ..core.errors import ConfigError
@@ -48,13 +49,13 @@ T = TypeVar("T")
 
 
 def run(config: EngineConfig) -> int:
-    """Serve a model's tokens to routers. The channel has no authentication: keep it on a private network."""
+    """Serve a model's tokens to routers."""
     start_logging(config)
     if config.exit_with_parent:
         threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
     gc.disable()  # what is loaded stays: collections only walk it
     try:
-        check_exposure(config)
+        trust = check_exposure(config)
         progress = PrintedProgress()
         folder = resolve(config.model, progress)
         hold(folder)
@@ -64,7 +65,7 @@ def run(config: EngineConfig) -> int:
         gc.collect()
         gc.enable()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
-        return event_loop.run(_serve(config, folder, runner, speculation, engine))
+        return event_loop.run(_serve(config, folder, runner, speculation, engine, trust))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
     except MemoryError:
@@ -100,7 +101,12 @@ class OneThread:
 
 
 async def _serve(
-    config: EngineConfig, folder: Path, runner: InformedRunner, speculation: Speculation | None, engine: OneThread
+    config: EngineConfig,
+    folder: Path,
+    runner: InformedRunner,
+    speculation: Speculation | None,
+    engine: OneThread,
+    trust: ChannelTrust,
 ) -> int:
     info = runner.info
     stop = asyncio.Event()
@@ -130,7 +136,7 @@ async def _serve(
         lookahead=runner.lookahead,
     )
     server.attach(loop.inbox)
-    listener = await start_listening(server, config)
+    listener = await start_listening(server, config, trust)
     ended = engine.submit(loop.run)
     log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
     await stop.wait()

@@ -16,7 +16,9 @@ from collections.abc import Awaitable, Callable
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
 
+from ...runtime.channel_trust import ChannelTrust
 from ..errors import Unavailable
+from .handshake import NotTrusted
 from .stream import EngineStream, Wakeups
 from .transport import EngineLink, transport_to
 
@@ -53,6 +55,7 @@ class EngineChannel:
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when the engine hangs, so that its supervisor can kill it
     wakeups         wakes the streams of this and other channels; None: of this one alone
+    trust           what guards the channel at HOST:PORT; None: nothing
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class EngineChannel:
         on_change: Callable[[], Awaitable[None]],
         on_hang: Callable[[], None] = lambda: None,
         wakeups: Wakeups | None = None,
+        trust: ChannelTrust | None = None,
     ) -> None:
         self.address = address
         self.name = name or address
@@ -87,6 +91,7 @@ class EngineChannel:
         self._routes: dict[int, tuple[EngineStream, int]] = {}
         self._num_others = 0  # sequences of other routers, as of the last report
         self._wakeups = wakeups or Wakeups()
+        self._trust = trust
         self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
         self._flushes: list[asyncio.Future[int]] = []
@@ -198,7 +203,7 @@ class EngineChannel:
 
     async def run(self) -> None:
         """Keeps the stream open until cancelled. Raises ConfigError for an address that cannot work here."""
-        transport = transport_to(self.address)
+        transport = transport_to(self.address, self._trust)
         try:
             while True:
                 pause_s = RECONNECT_S
@@ -210,7 +215,7 @@ class EngineChannel:
                 except EngineHangs:
                     self._log_hang()
                     self._on_hang()
-                except WrongEngine as error:
+                except (WrongEngine, NotTrusted) as error:
                     self._log_refused(error)
                     pause_s = WRONG_ENGINE_PAUSE_S
                 finally:
@@ -232,7 +237,7 @@ class EngineChannel:
             log.warning("no engine at %s: %s", self.label, error)
         self._logged = reason
 
-    def _log_refused(self, error: WrongEngine) -> None:
+    def _log_refused(self, error: WrongEngine | NotTrusted) -> None:
         if str(error) != self._logged:
             log.error("the engine at %s is not used: %s", self.label, error)
         self._logged = str(error)

@@ -7,16 +7,20 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model, hold
 from ...runtime import event_loop
+from ...runtime.channel_trust import ChannelTrust, TrustError
+from ...runtime.followed import wait_until_read
 from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
 from ...settings.router import SPAWN
+from ..engines.handshake import channel_trust
 from ..errors import ConfigError
-from ..tenants.identity import read_tenants, wait_for_tenants
+from ..tenants.identity import read_tenants
 from ..text.tokenizer import Tokenizer
 from .call_guard import GRPC_LOGGER, is_worth_logging
 from .public_port import check_exposure
@@ -39,6 +43,7 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
         config.check_engine_is_ours()
         _check_engine_is_installed(config)
         check_exposure(config)
+        channel_trust(config)
         if config.otlp_endpoint:
             import_traces()
         if config.tenants_file:
@@ -61,7 +66,10 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
 
     def run() -> None:
         if config.serve.tenants_file:
-            wait_for_tenants(Path(config.serve.tenants_file))
+            tenants = Path(config.serve.tenants_file)
+            wait_until_read("its tenants", [tenants], partial(read_tenants, tenants), ConfigError, log)
+        trust = ChannelTrust(config.serve, is_engine=False)
+        wait_until_read(trust.name, trust.paths, trust.read, TrustError, log)
         _run(
             Router(config.serve, folder, Tokenizer(folder), None, parent, config.index, config.sockets, config.spawned)
         )

@@ -36,6 +36,7 @@ from ..answers.formats import format_of
 from ..engines.channel import EngineChannel, WrongEngine
 from ..engines.choosing import RULES
 from ..engines.fleet import Fleet, Member
+from ..engines.handshake import channel_trust
 from ..engines.membership import membership
 from ..engines.stream import Wakeups
 from ..errors import ConfigError
@@ -147,6 +148,7 @@ class Router:
         self._tenants: TenantsFile | None = None
         if config.tenants_file:
             self._tenants = TenantsFile(Path(config.tenants_file), self._adopt_tenants)
+        self._trust = channel_trust(config)
         self._wakeups = Wakeups()
         self._http: HttpPort | None = None  # set with --http
         self._tally: Tally | None = None  # set with --http, which alone shows it
@@ -174,6 +176,7 @@ class Router:
                 self._observers.on_refusal.append(self._tally.refused)
             server = await self._start_server()
             parts: list[Callable[[], Awaitable[None]]] = [self._fleet.run, members.follow]
+            parts.append(partial(self._trust.follow, log))
             if self._supervisor:
                 parts.append(self._supervisor.run)
             if self._tenants:
@@ -206,6 +209,7 @@ class Router:
             on_change=self._on_engine_change,
             on_hang=self._keeper.kill if self._keeper else lambda: None,
             wakeups=self._wakeups,
+            trust=self._trust,
         )
 
     async def _start_server(self) -> grpc.aio.Server:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -182,19 +181,6 @@ def check_tenant(place: str, name: str) -> None:
 def _check_keys(place: str, table: dict[str, Any], known: set[str]) -> None:
     if unknown := sorted(table.keys() - known):
         raise ValueError(f"{place}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
-
-
-def wait_for_tenants(path: Path) -> None:
-    """Return when the tenants file can be read: a router that starts late has no older tenants to go on with."""
-    while True:
-        seen = followed.stamps([path])
-        try:
-            read_tenants(path)
-            return
-        except ConfigError as error:
-            log.error("this router waits for its tenants: %s", error)
-        while followed.stamps([path]) == seen:
-            time.sleep(followed.POLL_S)
 
 
 class TenantsFile:

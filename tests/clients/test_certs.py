@@ -1,8 +1,10 @@
-"""`pagoda certs`: what it writes, what it refuses."""
+"""`pagoda certs`: what it writes, what it refuses, and that its lines start a fleet."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,7 +15,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store
 from typer.testing import CliRunner, Result
 
+from pagoda_server.channel.address import host_of
 from pagoda_server.cli.__main__ import app
+from tests.servers import free_address, running_engine, running_server
 
 
 def certs(*arguments: str) -> Result:
@@ -115,3 +119,16 @@ def test_an_authority_that_is_not_whole_signs_nothing(fleet: Path, lost: str) ->
     assert (refused.exit_code, content(fleet)) == (2, before)
     (fleet / lost).unlink()
     assert certs(str(fleet), "--renew").exit_code == 2
+
+
+@pytest.mark.thorough
+def test_the_printed_lines_start_an_engine_and_a_router_that_trust_each_other(tmp_path: Path) -> None:
+    address = free_address()
+    printed = certs(str(tmp_path / "a fleet"), host_of(address)).output.replace(f"{host_of(address)}:50052", address)
+    (engine,) = re.findall(r"^  python -m pagoda_server.engine --listen \S+ (.+)$", printed, re.MULTILINE)
+    (router,) = re.findall(r"^  pagoda serve (--engine .+)$", printed, re.MULTILINE)
+    with (
+        running_engine(address, *shlex.split(engine), "--model", "synthetic"),
+        running_server("--model", "synthetic", *shlex.split(router)),
+    ):
+        pass

@@ -258,7 +258,7 @@ async def test_a_channel_that_is_cancelled_as_its_call_ends_is_not_opened_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = ForgetfulCall()
-    monkeypatch.setattr(engine_pb2_grpc, "EngineStub", lambda _: SimpleNamespace(Connect=lambda: call))
+    monkeypatch.setattr(engine_pb2_grpc, "EngineStub", lambda _: SimpleNamespace(Connect=lambda metadata: call))
     task = asyncio.create_task(EngineChannel("127.0.0.1:9", hang_timeout_s=60, on_change=nothing).run())
     await call.is_read.wait()
     task.cancel()
