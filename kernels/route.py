@@ -51,7 +51,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     logits      [rows, num_experts] float32
     correction  [num_experts] float32, added to the scores for the choice but not for the weights
     """
-    scores = logits.softmax(dim=-1) if routing.score == "softmax" else logits.sigmoid()
+    # In float64, because torch computes what is left of a vector otherwise: a row would depend on those beside it.
+    scores = logits.softmax(dim=-1) if routing.score == "softmax" else logits.double().sigmoid().float()
     choice = scores if correction is None else scores + correction
     if routing.chosen_groups < routing.groups:
         in_groups = choice.unflatten(1, (routing.groups, -1))
