@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagoda_server.engine.serving.server import LOAD_EVERY_S
 from tests.end_to_end.asking import Answer, request
 from tests.servers import Server, running_server
 
@@ -57,6 +58,11 @@ def generate(inference: inference_pb2_grpc.InferenceStub, max_tokens: int, token
     return Answer(list(inference.Generate(request("x", max_tokens), metadata=metadata(token), timeout=60)))
 
 
+def settled() -> None:
+    """Wait until each router has heard of the last step: one without sequences in it hears of it a moment later."""
+    time.sleep(2 * LOAD_EVERY_S)
+
+
 def scraped(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     asked = urllib.request.Request(f"{server.http}/metrics", headers=dict(metadata("operators")))
     with urllib.request.urlopen(asked, timeout=30) as answer:
@@ -90,6 +96,7 @@ def test_only_those_who_may_observe_read_it(server: Server, token: str, code: in
 
 
 def test_any_router_tells_what_all_have_counted(server: Server) -> None:
+    settled()
     before = scraped(server)
     with contextlib.ExitStack() as stack:
         for _ in range(CALLS):
@@ -104,6 +111,7 @@ def test_any_router_tells_what_all_have_counted(server: Server) -> None:
         assert json.load(answer)["usage"]["completion_tokens"] == 20
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(f"{server.http}/v1/models", timeout=30)
+    settled()
     seen = [scraped(server) for _ in range(6)]  # each over a connection of its own
 
     def grown(name: str, **labels: str) -> set[float]:
@@ -132,7 +140,8 @@ def test_drafts_and_forced_tokens_add_up_to_what_the_answers_tell(server: Server
     repeating.sampling.allowed_token_ids.append(ord("a"))
     guided = request("x", 40)
     guided.guided.regex = "[xy]abcdefgh"
-    before, told = scraped_with(server, 0, "pagoda_num_requests_running"), inference_pb2.Usage()
+    settled()
+    before, told = scraped(server), inference_pb2.Usage()
     deadline = time.monotonic() + 120
     with stub(server) as inference:
         while not (told.accepted_tokens and told.forced_tokens):
@@ -154,6 +163,7 @@ def test_drafts_and_forced_tokens_add_up_to_what_the_answers_tell(server: Server
         assert grown(f"{prefix}spec_decode_num_accepted_tokens_total") == told.accepted_tokens
         assert 0 < grown(f"{prefix}spec_decode_num_drafts_total") <= told.drafted_tokens
     assert grown("pagoda_forced_tokens_total") == told.forced_tokens
+    settled()
     with grpc.insecure_channel(server.address) as channel:
         control, engine = control_pb2_grpc.ControlStub(channel), control_pb2.EngineLoad()
         while engine.output_tokens != num_tokens:
@@ -172,7 +182,8 @@ def test_embed_and_score_count_as_generate_does_under_their_own_names(server: Se
         "Embed": inference_pb2.EmbedRequest(inputs=[{"text": text}]),
         "Score": inference_pb2.ScoreRequest(prompt=text[:4], continuations=[{"text": text[4:]}]),
     }
-    before = scraped_with(server, 0, "pagoda_num_requests_running")
+    settled()
+    before = scraped(server)
     with contextlib.ExitStack() as stack:
         for _ in range(calls):  # each over a connection of its own: both routers have some of them
             ask = getattr(stack.enter_context(stub(server)), method)

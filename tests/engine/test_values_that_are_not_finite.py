@@ -63,4 +63,4 @@ def test_scales_of_groups_that_kernels_cannot_hold_name_their_tensor(
     saved["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
     (tmp_path / "config.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=f"tensor {name} has {message}"):
-        load_runner(tmp_path, dtype="bfloat16")
+        load_runner(tmp_path, dtype="bfloat16", quantization="int4")
