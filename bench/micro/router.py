@@ -172,8 +172,9 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 
 
 @contextlib.contextmanager
-def running_engine(listen: str, max_num_seqs: int, step_ms: float) -> Iterator[psutil.Process]:
+def running_engine(listen: str, max_num_seqs: int, step_ms: float, *options: str) -> Iterator[psutil.Process]:
     arguments = [
+        *options,
         *("--model", "synthetic", "--listen", listen, "--log-level", "warning", "--kv-cache-gb", "0.4"),
         *("--max-num-seqs", str(max_num_seqs), "--token-budget", str(max_num_seqs + 512)),
         *("--max-model-len", str(STEADY_TOKENS + 64)),
