@@ -7,7 +7,7 @@ FROM python:3.12-slim AS base
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # What is imported and what comes from the Hugging Face Hub: in the one volume that all containers share.
 ENV PAGODA_CACHE=/models HF_HOME=/models/huggingface
-RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /models
+RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /models /channel
 WORKDIR /app
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY src src
@@ -22,7 +22,7 @@ COPY kernels kernels
 COPY engine engine
 
 FROM base AS router
-RUN pip install ./clients/python '.[tracing]'
+RUN pip install ./clients/python '.[tracing,certs]'
 WORKDIR /home/pagoda
 USER pagoda
 VOLUME /models

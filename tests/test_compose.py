@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+
+from pagoda_server.runtime.channel_trust import ChannelTrust
+from pagoda_server.settings import EngineConfig
 
 ROOT = Path(__file__).parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -89,7 +93,7 @@ def test_every_file_that_the_build_reads_is_in_the_images() -> None:
     assert {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]} == set(copied[1].split())
 
 
-@pytest.mark.parametrize("service", ["model", "router", "engine", "engine-gpu"])
+@pytest.mark.parametrize("service", ["model", "token", "router", "engine", "engine-gpu"])
 def test_targets_exist_and_no_service_runs_as_root(service: str) -> None:
     users = re.findall(r"^USER (.+)$", stage(SERVICES[service]["build"]["target"]), re.MULTILINE)
     assert users[-1] == "pagoda"
@@ -102,9 +106,28 @@ def test_router_and_engine_share_only_the_channel_and_the_model() -> None:
     assert not any("ports" in SERVICES[engine] for engine in ("engine", "engine-gpu"))
     own = {"triton:/triton"}
     ours = [name for name in SERVICES if "build" in SERVICES[name]]
-    assert all({*SERVICES[name]["volumes"]} - own == {"models:/models"} for name in ours)
+    shared = {"model": {"models:/models"}, "token": {"channel:/channel"}}
+    both = {"models:/models", "channel:/channel:ro"}
+    assert all({*SERVICES[name]["volumes"]} - own == shared.get(name, both) for name in ours)
     assert [name for name in ours if own & {*SERVICES[name]["volumes"]}] == ["engine-gpu"]
     assert all(port.startswith("127.0.0.1:") for service in SERVICES.values() for port in service.get("ports", ()))
+
+
+def test_the_token_of_the_channel_is_drawn_once_and_is_one_that_engines_take(tmp_path: Path) -> None:
+    assert re.search(r"install -d -o pagoda -g pagoda .*/channel\b", stage("base")), "a new volume is the user's"
+    (line,) = SERVICES["token"]["command"]
+    drawn = []
+    for _ in range(2):
+        subprocess.run([*SERVICES["token"]["entrypoint"], line.replace("/channel/", f"{tmp_path}/")], check=True)
+        drawn.append((tmp_path / "token").read_bytes())
+    assert drawn[0] == drawn[1]
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    trust = ChannelTrust(EngineConfig(channel_token_file=str(tmp_path / "token")), is_engine=True)
+    trust.load()
+    assert len(trust.current.tokens) == 1
+    for service in ("router", "engine", "engine-gpu"):
+        assert "--channel-token-file=/channel/token" in SERVICES[service]["command"]
+        assert SERVICES[service]["depends_on"]["token"] == {"condition": "service_completed_successfully"}
 
 
 def test_grpc_and_http_are_published_where_the_router_listens() -> None:
