@@ -48,6 +48,10 @@ def _check_listen(address: str) -> None:
     check_address(address, can_be_shm=True, lowest_port=0)
 
 
+def _check_health_listen(address: str) -> None:
+    check_address(address, can_be_shm=False, lowest_port=1)
+
+
 def weights_of_tenants(text: str) -> dict[str, float]:
     """Parse NAME=WEIGHT,NAME=WEIGHT. Raises ValueError."""
     weights: dict[str, float] = {}
@@ -306,6 +310,12 @@ class EngineConfig(EngineSettings):
         "127.0.0.1:50052",
         "Address for routers to connect to: shm:PATH, unix:PATH or HOST:PORT (port 0 takes a free one).",
         check=_check_listen, is_private=True,
+    )  # fmt: skip
+    health_listen: str | None = setting(
+        None,
+        "Address at which anyone may ask for the engine's health, and nothing else: for probes without a certificate. "
+        "HOST:PORT or unix:PATH.",
+        check=_check_health_listen, is_private=True,
     )  # fmt: skip
     allow_insecure: bool = setting(False, "Listen at an address that other hosts can reach without TLS or a token.")
     exit_with_parent: bool = setting(

@@ -28,6 +28,7 @@ SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
+HEALTH_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 << 10)]
 GRACE_S = 0.2
 PING_S = 1.0  # between two questions to the loop
 REFUSED_EACH_S = 60.0  # a router tries again and again: its refusals are logged once in so many seconds
@@ -83,9 +84,17 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
     server          runs the sessions; it returns why it has dropped a router, or None, and the call ends then
     hang_timeout_s  while the engine's loop has not answered for so long, the health service says NOT_SERVING
     trust           what guards HOST:PORT
+    health_address  where the health service alone listens, without a guard; None: nowhere
     """
 
-    def __init__(self, address: str, server: EngineServer, hang_timeout_s: float, trust: ChannelTrust) -> None:
+    def __init__(
+        self,
+        address: str,
+        server: EngineServer,
+        hang_timeout_s: float,
+        trust: ChannelTrust,
+        health_address: str | None = None,
+    ) -> None:
         self._address = address
         self._engine = server
         self._hang_timeout_s = hang_timeout_s
@@ -93,8 +102,11 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         self._offered: Trust | None = None  # whose certificates gRPC has
         self._refused_at = -REFUSED_EACH_S
         self._health = health.aio.HealthServicer()
+        self._health_address = health_address
+        self._ports: list[GrpcPort] = []
         self._helpers: list[asyncio.Task[None]] = []
         self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *channel_keepalive(address)])
+        self._health_server: grpc.aio.Server | None = None
 
     async def Connect(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
         if not self._trust.current.accepts(context.invocation_metadata() or ()):
@@ -114,11 +126,16 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         previous = os.umask(0o177) if is_unix(self._address) else None
         try:
-            self._port = GrpcPort(self._address, self._add_port)
+            self._ports.append(GrpcPort(self._address, self._add_port))
         finally:
             if previous is not None:
                 os.umask(previous)
         await self._server.start()
+        if self._health_address is not None:
+            self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self._ports.append(GrpcPort(self._health_address, self._health_server.add_insecure_port))
+            await self._health_server.start()
         self._helpers = [asyncio.create_task(self._watch()), asyncio.create_task(self._trust.follow(log))]
 
     def _add_port(self, address: str) -> int:
@@ -151,5 +168,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
     async def stop(self) -> None:
         for helper in self._helpers:
             helper.cancel()
-        self._port.close()
-        await self._server.stop(grace=GRACE_S)
+        for port in self._ports:
+            port.close()
+        servers = filter(None, (self._server, self._health_server))
+        await asyncio.gather(*(server.stop(GRACE_S) for server in servers))

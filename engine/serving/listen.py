@@ -32,6 +32,8 @@ def check_exposure(config: EngineConfig) -> ChannelTrust:
     if config.guards_of_channel and (is_shm(config.listen) or is_unix(config.listen)):
         options = ", ".join(config.guards_of_channel)
         raise ConfigError(f"{options}: only for HOST:PORT; the permissions of its file guard {config.listen}")
+    if config.health_listen and is_shm(config.listen):
+        raise ConfigError(f"--health-listen: only beside HOST:PORT and unix:PATH, not {config.listen}")
     trust = ChannelTrust(config, is_engine=True)
     try:
         trust.load()
@@ -64,7 +66,7 @@ async def start_listening(server: EngineServer, config: EngineConfig, trust: Cha
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC writes a line for each attempt of a wrong router
         from .grpc_server import GrpcServer
 
-        listener = GrpcServer(listen, server, config.hang_timeout_s, trust)
+        listener = GrpcServer(listen, server, config.hang_timeout_s, trust, config.health_listen)
     try:
         await listener.start()
     except OSError as error:

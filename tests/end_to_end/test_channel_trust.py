@@ -315,6 +315,7 @@ def test_a_router_comes_back_with_the_new_certificate(tmp_path: Path) -> None:
             "--channel-tls-cert, --channel-tls-key and --channel-tls-ca must be given to",
         ),
         (["--listen=unix:x", "--channel-token-file=token"], "--channel-token-file: only for HOST:PORT"),
+        (["--listen=shm:x", "--health-listen=127.0.0.1:1"], "--health-listen: only beside HOST:PORT and unix:PATH"),
         (["--channel-token-file=absent"], "--channel-token-file: cannot read absent: No such file"),
         (["--channel-token-file=empty"], "--channel-token-file: empty must hold a token, or the old and the new one"),
         (["--channel-token-file=three"], "--channel-token-file: three must hold a token, or the old and the new one"),
@@ -353,3 +354,16 @@ def test_an_engine_that_other_hosts_can_reach_starts_with_a_guard(fleet: Fleet, 
     with fleet.engine("0.0.0.0:0", *options) as log:
         is_warned = "without --channel-tls-cert tokens, prompts and answers travel in the clear" in log.read_text()
     assert is_warned == (guard == "token")
+
+
+def test_a_probe_without_a_certificate_asks_for_health_and_for_nothing_else(fleet: Fleet, guarded: Guarded) -> None:
+    address, probed = free_address(), free_address()
+    options = [*fleet.certificates(guarded.name), fleet.token(), f"--health-listen={probed}"]
+    with fleet.engine(address, *options), grpc.insecure_channel(probed) as channel:
+        health = subprocess.run(
+            [sys.executable, "-m", "pagoda_server.cli", "health", "--address", probed], capture_output=True, check=False
+        )
+        assert (health.returncode, health.stdout) == (0, b"SERVING\n")
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_stream("/pagoda.engine.v1.Engine/Connect")(iter([b""])).next()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
