@@ -179,7 +179,8 @@ class EngineSettings(CommonSettings):
     )
     host_kv_gb: float = setting(
         0.0,
-        "Host memory that keeps keys and values of preempted sequences, in GB. With 0 they are computed again.",
+        "Host memory that keeps keys and values of preempted sequences, and of prefixes for which the KV cache has no "
+        "room, in GB. With 0 they are computed again.",
         panel=ENGINE_KV_CACHE, unit="GB", at_least=0, at_most=MAX_GB,
     )  # fmt: skip
     block_size: int | None = setting(

@@ -117,7 +117,8 @@ def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
         )
     if load.host_blocks_total:
         rows["host memory"] = (
-            f"{load.host_blocks_used} of {load.host_blocks_total} blocks in use, "
+            f"{load.host_blocks_used} of {load.host_blocks_total} blocks in use, {load.host_blocks_cached} cached "
+            f"({load.host_cached_tokens} tokens found), "
             f"{load.saved_tokens} tokens copied there, {load.loaded_tokens} back"
         )
     return rows

@@ -61,7 +61,13 @@ class BlockPool:
         # Whole stretches of cached content are evicted ahead of need, up to so many blocks, for sequences that start.
         self._most_ahead = num_blocks // 32 if self._free.stretch > 1 else 0
         self._evictable = EvictionOrder(num_blocks)
+        self._evicted: dict[int, bytes] | None = None  # see remember_evicted
         self.num_pledged = 0  # blocks that are not referenced, but may only be drawn: see windows.py
+
+    def remember_evicted(self) -> dict[int, bytes]:
+        """Note the content of evicted blocks from now on, by block: who gets one of them removes its entry."""
+        self._evicted = {}
+        return self._evicted
 
     @property
     def num_free(self) -> int:
@@ -151,6 +157,8 @@ class BlockPool:
             if self._references[block] == 0:
                 if self._hash_of[block] is None:
                     self._free.remove(block)
+                    if self._evicted is not None:
+                        self._evicted.pop(block, None)
                 else:
                     self._evictable.remove(block)
             self._references[block] += 1
@@ -198,6 +206,8 @@ class BlockPool:
         del self._block_of[block_hash]
         self._hash_of[block] = None
         self._free.add((block,))
+        if self._evicted is not None:
+            self._evicted[block] = block_hash
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless free + evictable + referenced == total and references are the tables' own."""

@@ -18,17 +18,26 @@ from dataclasses import dataclass, replace
 from ..core.sequence import Sequence, State
 from ..core.step import Chunk, StepPlan
 from ..timing.cost_model import CostModel
+from .blocks import BlockPool
+from .host_cache import HostCache
 from .prefix_cache import Prefix
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """Host blocks in use now, and the tokens copied there and back since the engine started."""
+    """Host blocks in use now, and the tokens copied there and back since the engine started.
+
+    blocks_used    by what preempted sequences keep
+    blocks_cached  by prefixes that the device has evicted
+    hit_tokens     of prompts, found in those
+    """
 
     blocks_total: int = 0
     blocks_used: int = 0
     saved_tokens: int = 0
     loaded_tokens: int = 0
+    blocks_cached: int = 0
+    hit_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,14 +56,15 @@ _Users = list[tuple[_Kept, int]]  # the sequences that keep content in a block, 
 class HostBlocks:
     """
     num_blocks  of host memory; 0: nothing is kept
-    block_size  tokens of a block
+    pool        the blocks on the device
     costs       knows whether copying is faster than computing
+    caches      whether evicted prefixes are kept, too
     """
 
-    def __init__(self, num_blocks: int, block_size: int, costs: CostModel) -> None:
+    def __init__(self, num_blocks: int, pool: BlockPool, costs: CostModel, caches: bool = False) -> None:
         self.num_blocks = num_blocks
         self._costs = costs
-        self._block_size = block_size
+        self._block_size = pool.block_size
         self._saved_tokens = 0
         self._loaded_tokens = 0
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -63,9 +73,11 @@ class HostBlocks:
         self._held: dict[int, _Users] = {}  # by block on the host
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
         self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
+        self._cache = HostCache(pool, self._free, costs) if caches and num_blocks else None
 
     def load(self) -> HostLoad:
-        return HostLoad(self.num_blocks, len(self._held), self._saved_tokens, self._loaded_tokens)
+        cached, hits = (len(self._cache), self._cache.hit_tokens) if self._cache is not None else (0, 0)
+        return HostLoad(self.num_blocks, len(self._held), self._saved_tokens, self._loaded_tokens, cached, hits)
 
     # -- a sequence is preempted, starts, computes and ends -----------------------------------------------------------
 
@@ -74,6 +86,8 @@ class HostBlocks:
         if not self.num_blocks:
             return
         self._loads.pop(seq.id, None)
+        if self._cache is not None:
+            self._cache.released(seq)
         if not seq.blocks.num_committed:  # nothing is new since it started, and what it started from is still kept
             return
         if seq.blocks.windows:  # what lies behind the windows is gone, so only all of the rest would be of use
@@ -89,22 +103,31 @@ class HostBlocks:
 
     def taken(self, blocks: Iterable[int]) -> None:
         """Save noted blocks that were handed out: the next plan writes to them."""
-        if not self._noted:
-            return
+        if self._noted:
+            self._save_kept(blocks)
+        if self._cache is not None:
+            self._cache.taken(blocks)
+
+    def _save_kept(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             users = self._noted.get(block)
             if users is None:
                 continue
-            if not self._free:
+            if (host := self._take()) is None:
                 for kept, position in list(users):
                     self._cut(kept, position)
                 continue
-            host = self._free.pop()
             self._held[host] = self._noted.pop(block)
             self._saves[host] = block
             for kept, position in users:
                 del kept.on_device[position]
                 kept.on_host[position] = host
+
+    def _take(self) -> int | None:
+        """A host block; what preempted sequences keep goes before what is cached."""
+        if self._free:
+            return self._free.pop()
+        return None if self._cache is None else self._cache.reclaim()
 
     def num_kept(self, seq: Sequence) -> int:
         """Return how many leading tokens of a waiting sequence are kept."""
@@ -113,6 +136,10 @@ class HostBlocks:
 
     def extend(self, seq: Sequence, prefix: Prefix) -> Prefix:
         """Extend a waiting sequence's prefix by what is kept behind it, unless computing that is faster."""
+        extended = self._extend_by_own(seq, prefix)
+        return extended if self._cache is None or extended.is_own else self._cache.extend(seq, prefix)
+
+    def _extend_by_own(self, seq: Sequence, prefix: Prefix) -> Prefix:
         kept = self._kept.get(seq.id)
         if kept is None:
             return prefix
@@ -133,16 +160,20 @@ class HostBlocks:
             partial=None,
             loads=loads,
             num_found=len(prefix.blocks),
+            is_own=True,
         )
 
     def started(self, seq: Sequence, prefix: Prefix) -> None:
         """Note that a sequence has its blocks, with this prefix; keep its content until a step of it is committed."""
         kept = self._kept.get(seq.id)
-        if kept is None:
+        if not prefix.is_own:
+            if kept is not None:
+                self._drop(kept)
+            if self._cache is not None:
+                self._cache.started(seq, prefix)
             return
-        if prefix.num_found is None:
-            self._drop(kept)
-            return
+        assert kept is not None, "it resumes from what it kept"
+        assert prefix.num_found is not None, "what is its own comes after what was found"
         self._cut(kept, -(-prefix.num_tokens // self._block_size))
         kept.num_tokens = prefix.num_tokens
         for position in range(prefix.num_found):  # found by content, so others have them too
@@ -158,9 +189,18 @@ class HostBlocks:
         """Forget what a sequence kept: a step of it is committed, so its own blocks hold the content."""
         if kept := self._kept.get(seq.id):
             self._drop(kept)
+        if self._cache is not None:
+            self._cache.released(seq)
+
+    def flush(self) -> None:
+        """Forget cached prefixes."""
+        if self._cache is not None:
+            self._cache.flush()
 
     def ended(self, seq: Sequence) -> None:
         self._loads.pop(seq.id, None)
+        if self._cache is not None:
+            self._cache.released(seq)
         if kept := self._kept.get(seq.id):
             self._drop(kept)
 
@@ -168,8 +208,9 @@ class HostBlocks:
 
     def saves(self) -> list[tuple[int, int]]:
         """Return (block, host block) pairs for the next plan, which must not be empty."""
+        cached = self._cache.saves() if self._cache is not None else []
         if not self._saves:
-            return []
+            return cached
         for host in self._saves:
             users = self._held[host]
             for kept, position in users:
@@ -179,13 +220,14 @@ class HostBlocks:
             )  # shared ones are copied once
         pairs = [(block, host) for host, block in self._saves.items()]
         self._saves.clear()
-        return pairs
+        return pairs + cached
 
     def loads(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
         """Return (host block, block) pairs for these chunks."""
+        cached = self._cache.loads(chunks) if self._cache is not None else []
         if not self._loads:
-            return []
-        return [pair for chunk in chunks for pair in self._loads.pop(chunk.seq.id, ())]
+            return cached
+        return [pair for chunk in chunks for pair in self._loads.pop(chunk.seq.id, ())] + cached
 
     def distrust(self, plan: StepPlan) -> list[Sequence]:
         """Forget what a failed step saved; return the running sequences that started from it."""
@@ -195,6 +237,8 @@ class HostBlocks:
                 self._cut(kept, position)
                 if kept.seq.state is State.RUNNING:
                     misled[kept.seq.id] = kept.seq
+        if self._cache is not None:
+            misled.update((seq.id, seq) for seq in self._cache.distrust(plan))
         return list(misled.values())
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
@@ -228,9 +272,11 @@ class HostBlocks:
         """Raise AssertionError unless free + used == total and every used host block is kept for a live sequence."""
         free = set(self._free)
         assert len(free) == len(self._free), "a host block is free twice"
-        assert free.isdisjoint(self._held), "a host block that is in use is free"
-        assert len(free) + len(self._held) == self.num_blocks, (
-            f"{len(free)} free + {len(self._held)} used != {self.num_blocks} host blocks"
+        cached = self._cache.hosts() if self._cache is not None else set()
+        assert free.isdisjoint(self._held.keys() | cached), "a host block that is in use is free"
+        assert cached.isdisjoint(self._held), "a host block is in two places"
+        assert len(free) + len(self._held) + len(cached) == self.num_blocks, (
+            f"{len(free)} free + {len(self._held)} used + {len(cached)} cached != {self.num_blocks} host blocks"
         )
         for users_of, places_of in ((self._noted, _on_device), (self._held, _on_host)):
             listed = [(kept.seq.id, position, block) for block, users in users_of.items() for kept, position in users]

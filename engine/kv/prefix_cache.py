@@ -24,7 +24,9 @@ class Prefix:
     partial     the block that holds the rest, if any, to be copied
     sibling     the sequence of the same request that computed it; None: it was found by its content
     loads       positions in the block table, between and behind `blocks`, and the host blocks to be copied there
-    num_found   for a sequence that resumes from what it kept: its leading blocks that other sequences have; else None
+    num_found   where blocks are loaded, or a sequence resumes from what it kept: the leading blocks before those, which
+                other sequences have; else None
+    is_own      the sequence resumes from what it kept
     """
 
     num_tokens: int = 0
@@ -33,6 +35,7 @@ class Prefix:
     sibling: Sequence | None = None
     loads: list[tuple[int, int]] = field(default_factory=list)
     num_found: int | None = None
+    is_own: bool = False
     windows: tuple[WindowTable, ...] = ()
 
     @property

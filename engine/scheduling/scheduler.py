@@ -100,11 +100,11 @@ class Scheduler:
         self._speculation = speculation
         self.costs = CostModel(token_budget, clock, most_chosen=1 + speculation.most if speculation else 1)
         self._pacing = Pacing(self.costs, token_budget, target_itl_s)
-        self.host = HostBlocks(num_host_blocks, pool.block_size, self.costs)
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
         apart = [window for window in windows if window is not None]
+        self.host = HostBlocks(num_host_blocks, pool, self.costs, caches=prefix_caching and not apart)
         self._capacity = longest_held(pool.num_blocks, [None, *apart], token_budget, pool.block_size)
         self._tables = BlockTables(pool, prefix_caching, self.host, Windows(pool, apart, token_budget))
         self._deadlines = Deadlines(self.costs, self._tables.num_cached)
@@ -141,6 +141,7 @@ class Scheduler:
                 self._end(seq, EndReason.ABORTED)
 
     def flush_cache(self) -> int:
+        self.host.flush()
         return self.pool.flush()
 
     @property

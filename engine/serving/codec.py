@@ -308,6 +308,8 @@ def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
         step_time_s=load.step_s,
         host_blocks_total=load.host.blocks_total,
         host_blocks_used=load.host.blocks_used,
+        host_blocks_cached=load.host.blocks_cached,
+        host_cached_tokens=load.host.hit_tokens,
         saved_tokens=load.host.saved_tokens,
         loaded_tokens=load.host.loaded_tokens,
         **{name: getattr(load.counters, name) for name in _COUNTED},

@@ -99,13 +99,16 @@ OF_ENGINES = (
     _counter("engine_restarts", "Restarts of the engine by this server.", "engine"),
     _gauge("kv_blocks", "KV blocks by state: free, evictable or referenced.", "engine", "state"),
     _engine_gauge("kv_waste_ratio", "Fraction of the slots of referenced blocks that hold no token.", "kv_waste"),
-    _gauge("host_blocks", "Blocks of host memory for preempted sequences: free or used.", "engine", "state"),
+    _gauge(
+        "host_blocks", "Blocks of host memory: free, used (by preempted sequences) or cached.", "engine", "state"
+    ),
     _engine_counter("steps", "Steps of the engine."),
     _engine_gauge("step_seconds", "Duration of the last step.", "step_time_s"),
     _engine_gauge("step_sequences", "Sequences in the last step."),
     _engine_gauge("step_tokens", "Tokens that the last step computed."),
     _engine_counter("preempted_tokens", "Computed tokens that preempted sequences gave up."),
     _engine_counter("recomputed_tokens", "Preempted tokens that were computed again."),
+    _engine_counter("host_cached_tokens", "Prompt tokens that host memory held; prefix_cache_hits counts them, too."),
     _engine_counter("saved_tokens", "Preempted tokens that were copied to host memory."),
     _engine_counter("loaded_tokens", "Preempted tokens that were copied back from host memory."),
     _engine_counter("dropped_tokens", "Tokens computed for sequences that had already ended."),

@@ -203,7 +203,9 @@ def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
     yield "kv_cache_usage_perc", (engine,), load.blocks_referenced / load.blocks_total if load.blocks_total else 0.0
     for state in ("free", "evictable", "referenced"):
         yield "kv_blocks", (engine, state), getattr(load, f"blocks_{state}")
-    yield "host_blocks", (engine, "free"), load.host_blocks_total - load.host_blocks_used
+    in_use = load.host_blocks_used + load.host_blocks_cached
+    yield "host_blocks", (engine, "free"), load.host_blocks_total - in_use
+    yield "host_blocks", (engine, "cached"), load.host_blocks_cached
     yield "host_blocks", (engine, "used"), load.host_blocks_used
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, State
 from pagoda_server.engine.core.step import Chunk, StepPlan
+from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.kv.host_blocks import HostBlocks
 from pagoda_server.engine.kv.prefix_cache import Prefix
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
@@ -159,7 +160,7 @@ def committed_sequence(id: int, tokens: list[int], blocks: list[int]) -> Sequenc
 
 
 def test_a_sequence_preempted_again_before_it_computes_keeps_what_it_kept() -> None:
-    host = HostBlocks(3, 4, CostModel(16, lambda: 0.0))
+    host = HostBlocks(3, BlockPool(8, 4), CostModel(16, lambda: 0.0))
     seq = committed_sequence(0, [1] * 10, [10, 11, 12])
     host.keep(seq)
     host.taken([10, 11, 12])
@@ -215,7 +216,7 @@ def test_a_sequence_that_finds_its_content_in_the_cache_drops_its_own() -> None:
 
 
 def test_what_is_no_longer_kept_is_not_saved() -> None:
-    host = HostBlocks(1, 4, CostModel(16, lambda: 0.0))
+    host = HostBlocks(1, BlockPool(8, 4), CostModel(16, lambda: 0.0))
     first, second = (committed_sequence(id, [1] * 9, blocks) for id, blocks in enumerate(([10, 11, 12], [20, 21, 22])))
     host.keep(first)
     host.keep(second)

@@ -21,7 +21,7 @@ from tests.engine.test_device_runner import (
 )
 from tests.engine.tiny_models import load_runner, saved_model
 
-ROOM = {"host_kv_gb": 1e-4}
+ROOM_GB = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model("llama", tmp_path_factory)
 
 
-def served_by(kind: str, folder: Path, num_blocks: int = 24, **settings: object) -> Served:
+def served_by(
+    kind: str,
+    folder: Path,
+    num_blocks: int = 24,
+    prefix_caching: bool = False,
+    room_gb: float = ROOM_GB,
+    **settings: object,
+) -> Served:
     if kind == "cpu":
-        runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120, **ROOM)
+        runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120, host_kv_gb=room_gb)
     else:
-        runner = device_runner(folder, BACKEND, **ROOM, **settings)  # type: ignore[assignment]
+        runner = device_runner(folder, BACKEND, host_kv_gb=room_gb, **settings)  # type: ignore[assignment]
     fill_cache(runner, math.nan)
     assert runner.info.num_host_blocks > 50
-    served = Served(runner, num_blocks, prefix_caching=False, host_blocks=runner.info.num_host_blocks)
+    served = Served(runner, num_blocks, prefix_caching=prefix_caching, host_blocks=runner.info.num_host_blocks)
     served.scheduler.costs.chunk_s = lambda *_: math.inf  # type: ignore[method-assign]
     return served
 
@@ -60,6 +67,16 @@ def check_loaded_sequences(served: Served, folder: Path) -> None:
     assert counters.recomputed_tokens < 0.2 * counters.preempted_tokens
     assert host.blocks_used == 0
     assert served.scheduler.costs.block_copy_s, "the runner tells how long copies take"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "device"])
+def test_a_prefix_that_was_evicted_generates_what_an_undisturbed_run_does(llama: Path, kind: str) -> None:
+    served = served_by(kind, llama, prefix_caching=True, room_gb=4 * ROOM_GB)
+    for _ in range(3):
+        seqs = ask(served, 16)
+        served.run()
+        assert outputs(seqs) == one_by_one(llama, 16)
+    assert served.scheduler.host.load().hit_tokens > 50
 
 
 def test_steps_that_fail_once_change_no_token_of_a_loaded_sequence(llama: Path) -> None:

@@ -287,6 +287,26 @@ class HostUnreliableUncachedMachine(HostUnreliableMachine):
     prefix_caching = False
 
 
+class HostCache(Host):
+    """Few prompts come again and again, more than the device holds at once."""
+
+    host_blocks = 30  # of four prompts with ten each
+
+    @rule(prompts=st.lists(st.integers(0, 3), min_size=1, max_size=4), count=st.integers(1, 12))
+    def ask_again(self, prompts, count):
+        for which in prompts:
+            self.seqs.append(self.engine.add([which, *range(40)], max_tokens=2))
+            self.steps(count=count)
+
+
+class HostCacheMachine(HostCache, SchedulerMachine):
+    pass
+
+
+class HostCacheUnreliableMachine(HostCache, UnreliableMachine):
+    block_size = 4
+
+
 class Windows:
     """Most layers have a sliding window, and block tables of their own."""
 
@@ -331,6 +351,8 @@ TestHostOverlap = HostOverlapMachine.TestCase
 TestHostUncached = HostUncachedMachine.TestCase
 TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
+TestHostCache = HostCacheMachine.TestCase
+TestHostCacheUnreliable = HostCacheUnreliableMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestWindowOverlap = WindowOverlapMachine.TestCase
 TestWindowUncached = WindowUncachedMachine.TestCase
@@ -351,6 +373,7 @@ TestWindowHost.settings = TestWindowHostUnreliable.settings = examples(8)
 TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.settings = TestUnreliable.settings = (
     examples(14)
 )
+TestHostCache.settings = TestHostCacheUnreliable.settings = examples(14)
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings
 ) = examples(8)

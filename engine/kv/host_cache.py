@@ -1,0 +1,163 @@
+"""The prefix cache's second tier: in host memory, what the device had to evict.
+
+Nothing is copied when the pool evicts a cached block. When the block is handed out to be written, the next plan first
+saves its content to a host block, under the same address. A sequence that starts later shares what the device still
+has, and loads what the host has behind it, if that is expected to be faster than computing. Content stays on the host
+when it is loaded: if the device evicts it again, nothing is copied.
+
+Host blocks that preempted sequences need are taken from here, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..core.sequence import Sequence, State
+from ..core.step import Chunk, StepPlan
+from ..timing.cost_model import CostModel
+from .blocks import BlockPool
+from .prefix_cache import Prefix
+
+
+class HostCache:
+    """
+    pool   of the device; it remembers what it evicts from now on
+    free   host blocks that hold nothing, shared with whoever else uses some
+    costs  knows whether copying is faster than computing
+    """
+
+    def __init__(self, pool: BlockPool, free: list[int], costs: CostModel) -> None:
+        self.hit_tokens = 0  # of prompts, found here since the engine started
+        self._pool = pool
+        self._free = free
+        self._costs = costs
+        self._evicted = pool.remember_evicted()
+        self._host_of: OrderedDict[bytes, int] = OrderedDict()  # by address, the least recently used first
+        self._saves: dict[int, int] = {}  # host block → block, of the next plan
+        self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
+        self._readers: dict[int, tuple[Sequence, list[int]]] = {}  # sequences that load, until a step is committed
+        self._num_readers: Counter[int] = Counter()  # by host block
+        self._forgotten: set[int] = set()  # host blocks without an address, which are read
+
+    def __len__(self) -> int:
+        return len(self._host_of) + len(self._forgotten)
+
+    def taken(self, blocks: Iterable[int]) -> None:
+        """Save evicted content whose blocks were handed out: the next plan writes to them."""
+        for block in blocks:
+            address = self._evicted.pop(block, None)
+            if address is None:
+                continue
+            if address in self._host_of:
+                self._host_of.move_to_end(address)
+            elif self._costs.is_worth_saving(1, self._pool.block_size):
+                host = self._free.pop() if self._free else self.reclaim()
+                if host is not None:
+                    self._host_of[address] = host
+                    self._saves[host] = block
+
+    def reclaim(self) -> int | None:
+        """Give up a host block, the least recently used one; None if all are read now."""
+        address = next((address for address, host in self._host_of.items() if not self._num_readers[host]), None)
+        if address is None:
+            return None
+        host = self._host_of.pop(address)
+        self._saves.pop(host, None)
+        return host
+
+    def extend(self, seq: Sequence, prefix: Prefix) -> Prefix:
+        """Extend a waiting sequence's prefix by what is cached behind it, unless computing that is faster."""
+        if not self._host_of or prefix.sibling is not None:
+            return prefix
+        size, first = self._pool.block_size, len(prefix.blocks)
+        blocks, loads = list(prefix.blocks), list[tuple[int, int]]()
+        for position, address in enumerate(seq.blocks.hashes[first : seq.cacheable_len // size], first):
+            if found := self._pool.match([address]):
+                blocks += found
+            elif (host := self._host_of.get(address)) is not None:
+                loads.append((position, host))
+            else:
+                break
+        num_tokens = (len(blocks) + len(loads)) * size
+        if not loads or num_tokens <= prefix.num_tokens:
+            return prefix
+        if not self._costs.is_worth_loading(len(loads), prefix.num_tokens, num_tokens):
+            return prefix
+        return replace(prefix, num_tokens=num_tokens, blocks=blocks, partial=None, loads=loads, num_found=first)
+
+    def started(self, seq: Sequence, prefix: Prefix) -> None:
+        """Note that a sequence has its blocks, with this prefix; keep what it loads until a step of it is committed."""
+        hosts = [host for _, host in prefix.loads]
+        if not hosts:
+            return
+        self._loads[seq.id] = [(host, seq.blocks[position]) for position, host in prefix.loads]
+        self._readers[seq.id] = (seq, hosts)
+        self._num_readers.update(hosts)
+        for position, _ in reversed(prefix.loads):  # the head of a prefix is given up last
+            self._host_of.move_to_end(seq.blocks.hashes[position])
+        if not seq.output_len and not seq.account.preemptions:
+            self.hit_tokens += len(hosts) * self._pool.block_size
+
+    def released(self, seq: Sequence) -> None:
+        """Note that a sequence need not load again: a step of it is committed, or it has given up its blocks."""
+        self._loads.pop(seq.id, None)
+        _, hosts = self._readers.pop(seq.id, (seq, []))
+        for host in hosts:
+            self._num_readers[host] -= 1
+            if not self._num_readers[host]:
+                del self._num_readers[host]
+                if host in self._forgotten:
+                    self._forgotten.remove(host)
+                    self._free.append(host)
+
+    def flush(self) -> None:
+        """Forget all content."""
+        self._forget(list(self._host_of))
+        self._evicted.clear()
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def saves(self) -> list[tuple[int, int]]:
+        """Return (block, host block) pairs for the next plan, which must not be empty."""
+        pairs = [(block, host) for host, block in self._saves.items()]
+        self._saves.clear()
+        return pairs
+
+    def loads(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+        """Return (host block, block) pairs for these chunks."""
+        if not self._loads:
+            return []
+        return [pair for chunk in chunks for pair in self._loads.pop(chunk.seq.id, ())]
+
+    def distrust(self, plan: StepPlan) -> list[Sequence]:
+        """Forget what a failed step saved; return the running sequences that started from it."""
+        saved = {host for _, host in plan.saves}
+        self._forget([address for address, host in self._host_of.items() if host in saved])
+        readers = [seq for seq, hosts in self._readers.values() if not saved.isdisjoint(hosts)]
+        return [seq for seq in readers if seq.state is State.RUNNING]
+
+    def _forget(self, addresses: Iterable[bytes]) -> None:
+        for address in addresses:
+            host = self._host_of.pop(address)
+            self._saves.pop(host, None)
+            if self._num_readers[host]:
+                self._forgotten.add(host)
+            else:
+                self._free.append(host)
+
+    def hosts(self) -> set[int]:
+        """Host blocks in use here. Raises AssertionError unless they are accounted for."""
+        addressed = set(self._host_of.values())
+        assert len(addressed) == len(self._host_of), "two addresses share a host block"
+        assert addressed.isdisjoint(self._forgotten), "a forgotten host block has an address"
+        assert self._saves.keys() <= addressed, "a save that nobody could find"
+        read = Counter(host for _, hosts in self._readers.values() for host in hosts)
+        assert +self._num_readers == read, "a host block is read by others than it counts"
+        assert self._forgotten <= read.keys(), "a forgotten host block that nobody reads"
+        assert read.keys() <= addressed | self._forgotten, "a sequence loads what is gone"
+        assert self._loads.keys() <= self._readers.keys(), "a load that nothing holds"
+        for seq, _ in self._readers.values():
+            assert seq.state is State.RUNNING, f"sequence {seq.id} does not run, and loads"
+        return addressed | self._forgotten
