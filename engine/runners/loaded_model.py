@@ -75,6 +75,9 @@ class LoadedModel:
             limits=limits,
             num_host_blocks=count_host_blocks(self.spec, settings.host_kv_gb),
             instruction_set=instruction_set() if self.device.type == "cpu" else "",
+            weights=self.ops.weights,
+            cache_dtype=str(self.cache_dtype).removeprefix("torch."),
+            is_deterministic=self.ops.is_deterministic,
         )
 
     def allocate_pages(self, num_blocks: int) -> list[PagedKV]:

@@ -72,6 +72,8 @@ class RunnerInfo:
     limits           of a step
     num_host_blocks  in host memory, for the keys and values of preempted sequences
     instruction_set  what a CPU computes with; empty on other devices
+    weights          the format in which weights are multiplied
+    cache_dtype      of keys and values
     """
 
     model: str
@@ -88,6 +90,9 @@ class RunnerInfo:
     limits: StepLimits
     num_host_blocks: int = 0
     instruction_set: str = ""
+    weights: str = "unquantized"
+    cache_dtype: str = ""
+    is_deterministic: bool = False
 
     @property
     def kernels(self) -> str:

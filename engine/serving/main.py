@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pagoda.v1 import control_pb2
 
 from ...checkpoints import CheckpointError, PrintedProgress, hold, resolve
+from ...checkpoints.fingerprint import weights_fingerprint
 from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust
 from ...runtime.logs import start_logging
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pagoda.engine")
 
 EXIT_FAILURE = 1
+PROTOCOL_VERSION = 2  # EngineInfo.protocol_version
 
 T = TypeVar("T")
 
@@ -60,12 +62,13 @@ def run(config: EngineConfig) -> int:
         folder = resolve(config.model, progress)
         hold(folder)
         engine = OneThread("engine")
+        fingerprint = OneThread("fingerprint").submit(lambda: weights_fingerprint(folder))  # while the model is loaded
         runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
         speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()
         gc.collect()
         gc.enable()
         gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
-        return event_loop.run(_serve(config, folder, runner, speculation, engine, trust))
+        return event_loop.run(_serve(config, folder, runner, fingerprint.result(), speculation, engine, trust))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
     except MemoryError:
@@ -104,6 +107,7 @@ async def _serve(
     config: EngineConfig,
     folder: Path,
     runner: InformedRunner,
+    fingerprint: str,
     speculation: Speculation | None,
     engine: OneThread,
     trust: ChannelTrust,
@@ -113,7 +117,7 @@ async def _serve(
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         events.add_signal_handler(number, stop.set)
-    server = EngineServer(engine_info(config, runner, folder), partial(make_grammars, folder, info))
+    server = EngineServer(engine_info(config, runner, folder, fingerprint), partial(make_grammars, folder, info))
     loop = EngineLoop(
         Scheduler(
             BlockPool(info.num_blocks, info.kv_cache.block_size),
@@ -173,7 +177,7 @@ def wake(events: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         events.call_soon_threadsafe(stop.set)
 
 
-def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> control_pb2.EngineInfo:
+def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path, fingerprint: str) -> control_pb2.EngineInfo:
     info = runner.info
     spec = info.kv_cache
     quantized = (name for name in ("int4", "int8", "fp8") if name in info.kernel_backend)
@@ -212,6 +216,14 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path) -> c
         weight_bytes=info.weight_bytes,
         settings=settings,
         tokenizer_sha256=hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
+        weights_fingerprint=fingerprint,
+        precision=control_pb2.Precision(
+            weights=info.weights,
+            dtype=info.dtype,
+            kv_cache=info.cache_dtype or info.dtype,
+            is_deterministic=info.is_deterministic,
+        ),
+        protocol_version=PROTOCOL_VERSION,
     )
 
 

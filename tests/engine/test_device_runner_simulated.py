@@ -333,7 +333,7 @@ def test_by_default_a_card_runs_256_sequences_and_computes_8192_tokens_a_step(
     runner = load.load_runner(unlimited, Path(unlimited.model), no_progress)
     assert runner.info.limits == GPU_LIMITS
     (Path(unlimited.model) / "tokenizer.json").touch()
-    settings = engine_info(unlimited, runner, Path(unlimited.model)).settings
+    settings = engine_info(unlimited, runner, Path(unlimited.model), "").settings
     assert (settings["max_num_seqs"], settings["token_budget"]) == ("256", "8192")
 
 

@@ -94,7 +94,7 @@ class EngineStatus(_message.Message):
     def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256", "settings", "hidden_size")
+    __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256", "settings", "hidden_size", "weights_fingerprint", "precision", "protocol_version")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,9 @@ class EngineInfo(_message.Message):
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model: str
     architecture: str
@@ -132,7 +135,22 @@ class EngineInfo(_message.Message):
     tokenizer_sha256: str
     settings: _containers.ScalarMap[str, str]
     hidden_size: int
-    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel_backend: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., weight_bytes: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., hidden_size: _Optional[int] = ...) -> None: ...
+    weights_fingerprint: str
+    precision: Precision
+    protocol_version: int
+    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[str] = ..., architecture: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., kernel_backend: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., token_budget: _Optional[int] = ..., kv_cache: _Optional[_Union[KvCacheInfo, _Mapping]] = ..., weight_bytes: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., hidden_size: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., precision: _Optional[_Union[Precision, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class Precision(_message.Message):
+    __slots__ = ("weights", "dtype", "kv_cache", "is_deterministic")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    weights: str
+    dtype: str
+    kv_cache: str
+    is_deterministic: bool
+    def __init__(self, weights: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_cache: _Optional[str] = ..., is_deterministic: bool = ...) -> None: ...
 
 class KvCacheInfo(_message.Message):
     __slots__ = ("block_size", "num_blocks", "bytes_per_token", "bytes_per_block", "total_bytes", "token_capacity")
