@@ -11,6 +11,8 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from pagoda.v1 import control_pb2
+
 logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "pagoda"
@@ -167,6 +169,30 @@ class Unavailable(PagodaError):
     """The server is draining, or the engine is loading, dead or restarting."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class EngineLost(Unavailable):
+    """The engine was lost while the request ran.
+
+    engine   what it reported of itself
+    has_left it had said that it would end, so no request is to blame
+    """
+
+    def __init__(self, engine: control_pb2.EngineInfo | None, *, has_left: bool = False) -> None:
+        super().__init__("the engine was lost while the request ran")
+        self.engine = engine
+        self.has_left = has_left
+
+
+class EnginesLost(PagodaError):
+    """The request has lost one engine after another, perhaps by its own fault: a retry might end another engine."""
+
+    code = grpc.StatusCode.ABORTED
+
+    def __init__(self, count: int) -> None:
+        info = error_details_pb2.ErrorInfo(reason="ENGINES_LOST", domain=ERROR_DOMAIN)
+        super().__init__(f"{count} engines were lost while they computed the request; no other one will try it", info)
+        self.reason = info.reason
 
 
 class Internal(PagodaError):

@@ -154,6 +154,17 @@ class RouterSettings(CommonSettings):
         30.0, "Seconds that running requests have to finish after SIGTERM.", unit="seconds", at_least=0
     )
 
+    failover: bool = setting(
+        True,
+        "Continue a stream that has begun on another engine when its own is lost, if both have the same weights in the "
+        "same precision. A request that has not begun goes to another engine either way.",
+    )
+    failover_wait_s: float = setting(
+        0.0,
+        "Seconds that a request whose engine was lost waits for one that can take it, if none is ready.",
+        unit="seconds", at_least=0,
+    )  # fmt: skip
+
     max_connection_age_s: float | None = setting(
         None,
         "Seconds after which a gRPC connection takes no new calls, so that load balancers spread them anew. Its own "

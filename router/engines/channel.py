@@ -17,7 +17,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
 
 from ...runtime.channel_trust import ChannelTrust
-from ..errors import Unavailable
+from ..errors import EngineLost, Unavailable
 from .handshake import NotTrusted
 from .stream import EngineStream, Wakeups
 from .transport import EngineLink, transport_to
@@ -365,14 +365,14 @@ class EngineChannel:
 
     async def _lose(self) -> None:
         """Fail every request, flush and trace of a stream that has closed."""
-        was_ready, self.info, self._link = self.is_ready, None, None
+        was_ready, info, self.info, self._link = self.is_ready, self.info, None, None
         self._owes_answer_since, self._answers_pings = None, False
         if was_ready:
             self._away_since = time.monotonic()
         self._num_others = 0
         self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
-            stream.error = Unavailable("the engine was lost while the request ran")
+            stream.error = EngineLost(info)
             self._wakeups.add(stream)
         self._wakeups.start()
         self._routes.clear()

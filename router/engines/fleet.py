@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from pagoda.v1 import control_pb2
+
 from ..errors import Unavailable
 from .channel import RETRY_AFTER_S, EngineChannel
 from .choosing import Asked, Chooser, LeastLoaded
@@ -134,15 +136,35 @@ class Fleet:
             return RETRY_AFTER_S[0]
         return min((at for channel in self.channels if (at := channel.retry_after_s) is not None), default=None)
 
-    def pick(self, avoid: Collection[EngineChannel] = (), asked: Asked | None = None) -> EngineChannel:
+    def pick(
+        self,
+        avoid: Collection[EngineChannel] = (),
+        asked: Asked | None = None,
+        like: control_pb2.EngineInfo | None = None,
+    ) -> EngineChannel:
         """Pick an engine. Raises Unavailable if none is ready.
 
         avoid  engines that get the request only if no other is ready
         asked  what is known of the request; None: nothing
+        like   what an engine reported whose tokens the picked one must continue; None: the request is new
         """
         if (error := self.refusal()) is not None:
             raise error
         ready = self.ready
+        if like is not None:
+            ready = [channel for channel in ready if channel.info is not None and computes_like(channel.info, like)]
+            if not ready:
+                raise Unavailable("no engine of the same kind is ready", retry_after_s=self.retry_after_s)
         candidates = [channel for channel in ready if channel not in avoid] or ready
         candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
         return candidates[0] if len(candidates) == 1 else self._chooser.choose(candidates, asked)
+
+
+def computes_like(one: control_pb2.EngineInfo, other: control_pb2.EngineInfo) -> bool:
+    """Whether two engines have the same weights in the same precision, as far as they report it."""
+    return _kind(one) == _kind(other)
+
+
+def _kind(info: control_pb2.EngineInfo) -> tuple[object, ...]:
+    precision = info.dtype, info.kernel_backend, info.settings.get("kv_cache_dtype")
+    return info.model, info.architecture, info.vocab_size, info.weight_bytes, *precision

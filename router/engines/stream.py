@@ -89,10 +89,16 @@ class EngineStream:
         self._forget = forget
 
     async def wait(self) -> None:
-        """Wait until an inbox holds something. Raises Unavailable when the engine is lost."""
-        await self.wake.wait()
-        if self.error:
+        """Wait until an inbox holds something. Raises EngineLost once all that a lost engine sent has been taken."""
+        if self.error is None:
+            await self.wake.wait()
+        if self.error is not None and not self.has_output:
             raise self.error
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the handler has something to take."""
+        return any(inbox.tokens or inbox.ended is not None for inbox in self.inboxes)
 
     def abort(self, index: int | None = None) -> None:
         """Ask the engine to end one sequence, or all; their ends still arrive."""

@@ -41,6 +41,7 @@ from ..engines.membership import membership
 from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
+from ..request.failover import Failover
 from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.receiving import Messages
@@ -165,13 +166,14 @@ class Router:
         with contextlib.closing(self._tokenizer):
             self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
             self._fleet = Fleet(self._connect, RULES[self._config.choose]())
+            self._failover = Failover(self._fleet, continues=self._config.failover, wait_s=self._config.failover_wait_s)
             members = membership(f"0={self._spawned}" if self._spawned else self._config.engine, self._fleet)
             members.load()
             self._state = ServingState(self._fleet, self._admission)
             if self._config.http:
                 from ..telemetry.metrics import Tally
 
-                self._tally = Tally(self._fleet, self._admission, self._index)
+                self._tally = Tally(self._fleet, self._admission, self._failover, self._index)
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
             server = await self._start_server()
@@ -297,6 +299,7 @@ class Router:
             fleet=self._fleet,
             live=self._live,
             observers=self._observers,
+            failover=self._failover,
         )
         return InferenceServicer(
             services,

@@ -22,7 +22,7 @@ from .output import (
     write_records,
 )
 from .parsing import Parsing
-from .resuming import KeepingOutput, KeptStream, ResumedStream
+from .resuming import ContinuedStream, KeepingOutput, KeptStream, Progress
 from .token_times import TokenTimes
 from .validation import GenerateParams
 
@@ -32,7 +32,7 @@ _USED, _TIMED = (
     for message in (inference_pb2.Usage, inference_pb2.Timing)
 )
 _PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
-Stream: TypeAlias = EngineStream | ResumedStream
+Stream: TypeAlias = EngineStream | ContinuedStream
 
 
 class OutputRoom:
@@ -76,7 +76,7 @@ class GenerateCall:
         parsing: Parsing | None = None,
         room: OutputRoom | None = None,
     ) -> None:
-        self._times = times
+        self.times = times
         self._room = room
         self._prompt_len = prompt_len
         self._writer = writer
@@ -103,6 +103,11 @@ class GenerateCall:
     @property
     def num_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the sequences are. One that has met a stop string needs no more."""
+        return [None if output.ended or output.stop is not None else output.ids for output in self._outputs]
 
     @property
     def lengths(self) -> list[int]:
@@ -149,7 +154,9 @@ class GenerateCall:
                 await self._write_finished(output, is_last=not self._unfinished)
 
     async def run(self, stream: Stream, prompt: Sequence[int] = ()) -> None:
-        """Stream until every sequence has ended. Raises an error if the engine ended one irregularly.
+        """Stream until every sequence has ended. Raises EngineLost, or an error if the engine ended one irregularly.
+
+        After EngineLost, `run` goes on with another stream.
 
         prompt  token ids to write before all else. Nothing is written while the request waits: it may be evicted then
         """
@@ -160,18 +167,18 @@ class GenerateCall:
                 await self._write_prompt(prompt, readings)
                 prompt = ()
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
-                if inbox.tokens or inbox.ended is not None:
+                if output.ended is None and (inbox.tokens or inbox.ended is not None):
                     await self._advance(output, inbox, stream)
 
     async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: Stream) -> None:
         num_before = output.num_tokens
         if output.take(inbox, self._response.tokens):
             now = time.monotonic()
-            if self._times is not None and (count := output.num_tokens - num_before):
+            if self.times is not None and (count := output.num_tokens - num_before):
                 if output.written_at:
-                    self._times.between.add((now - output.written_at) / count, count)
+                    self.times.between.add((now - output.written_at) / count, count)
                 elif self.first_written is None:
-                    self._times.first.add(now - self._received)
+                    self.times.first.add(now - self._received)
                 output.written_at = now
             if self.first_written is None:
                 self.first_written = now

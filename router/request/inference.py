@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -13,8 +14,9 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
 from ..answers.formats import AnswerFormat
+from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
-from ..errors import PagodaError, Unavailable, Unimplemented
+from ..errors import EngineLost, PagodaError, Unavailable, Unimplemented
 from ..tenants.caller import caller
 from .admission import Admission, Reservation
 from .client_call import ClientCall, time_left
@@ -26,12 +28,7 @@ from .parsing import checked_grammar, parsing_of
 from .readouts import Readouts
 from .receiving import SMALL_BYTES, Parse, Received, from_protobuf
 from .record import Record
-from .resuming import (
-    KeptStream,
-    KeptStreams,
-    not_kept,
-    resumed,
-)
+from .resuming import KeptStream, KeptStreams, Progress, has_begun, not_kept, submit_again
 from .services import SERVICE, AdmittedCall, Services
 from .token_times import TokenTimes
 from .validation import (
@@ -237,16 +234,22 @@ class InferenceServicer:
             admitted.reservation.starts()
             admitted.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
+        def send(engine: EngineChannel, progress: Progress) -> Stream:
+            admitted.record.engine = engine.name
+            age_s, timeout_s = time.monotonic() - submitted_at, time_left(admitted.call)
+            return submit_again(engine, submit, progress, age_s=age_s, timeout_s=timeout_s, on_start=starts)
+
         fleet = self.services.fleet
+        submitted_at = time.monotonic() if kept is None else kept.submitted_at
+        is_resumed = kept is not None and has_begun(kept.progress)
         try:
             engine = fleet.pick(asked=asked)
-            admitted.record.engine = engine.name
-            times = self._times(engine.name) if self._times else None
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = resumed(engine, kept, time_left(admitted.call), starts)
+                stream = send(engine, kept.progress)
             else:
+                admitted.record.engine = engine.name
                 stream = engine.submit(submit, starts)
             admitted.live.stream = stream
             num_before = kept.num_tokens if kept is not None else 0
@@ -264,15 +267,27 @@ class InferenceServicer:
                 async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
                     parsing = parsing_of(params, self._format, self._tokenizer, submit.prompt)
                     answer = GenerateCall(
-                        params, len(submit.prompt), self._tokenizer, writer, received, kept, times, parsing, room
+                        params, len(submit.prompt), self._tokenizer, writer, received, kept, None, parsing, room
                     )
                     admitted.record.answer = answer
                     admitted.reservation.follow(answer, room.num_tokens if room else params.n * submit.max_tokens)
                     prompt = submit.prompt if params.has_prompt else ()
-                    if kept is not None and kept.has_begun:
+                    if kept is not None and is_resumed:
                         await answer.replay(kept, counts, prompt)
                         prompt = ()
-                    await answer.run(stream, prompt)
+                    while True:
+                        answer.times = self._times(engine.name) if self._times else None
+                        try:
+                            await answer.run(stream, prompt)
+                            break
+                        except EngineLost as lost:
+                            stream.close()
+                            begun = has_begun(answer.progress)
+                            engine = await admitted.elsewhere(engine, lost, has_begun=begun)
+                            ends = admitted.live.is_aborted
+                            stream = send(engine, [None] * params.n if ends else answer.progress)
+                            admitted.live.stream = stream
+                            prompt = () if begun else prompt
                     if params.has_open_length:
                         for length in answer.lengths:
                             self.services.admission.output_lengths.add(length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class SequenceOutput:
     token_bytes    gives a token's bytes; None if the client does not want them
     parser         separates reasoning and calls from the text; None: all is text
 
+    ids            the tokens that its client got
     num_reasoning  tokens from the reasoning's opening marker to its closing one
     more           messages that follow the one that `take` has filled in: see `take_more`
     stop           the stop string that was found; empty: the parser has found the end
@@ -74,7 +76,7 @@ class SequenceOutput:
         parser: AnswerParser | None = None,
     ) -> None:
         self.index = index
-        self.num_tokens = 0
+        self.ids = array("I")
         self.num_reasoning = 0
         self.more: deque[Part] = deque()
         self.written_at = 0.0
@@ -87,6 +89,10 @@ class SequenceOutput:
         self._token_bytes = token_bytes
         self._parser = parser
         self._events: deque[Event] = deque()  # that no message has taken up
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
 
     def take(self, inbox: SequenceInbox, into: inference_pb2.Tokens) -> bool:
         """Empty the inbox into a message. Returns False if there is nothing to send.
@@ -101,7 +107,7 @@ class SequenceOutput:
             return self.take_more(into)
         # After a stop string, the engine's tokens are those that it computed before it read the abort.
         text, count = self._text_of(ids, ended) if self.stop is None else ("", 0)
-        self.num_tokens += count
+        self.ids.extend(ids[:count])
         self.ended = ended
         if not count and not text:
             return False
@@ -163,7 +169,7 @@ class SequenceOutput:
                 break
             is_end = ended is not None and index + 1 == len(ids)
             text, count = self._text_of((id,), ended if is_end else None)
-            self.num_tokens += count
+            self.ids.extend((id,)[:count])
             was_thinking = parser.is_thinking
             self._events += parser.push(text)
             if parser.has_ended and self.stop is None:

@@ -18,9 +18,8 @@ from pagoda.v1 import inference_pb2
 
 from ...settings.sampling import PARAMETERS
 from ..engines.channel import EngineChannel
-from ..engines.choosing import Asked
 from ..engines.stream import EngineStream, SequenceInbox, Wake
-from ..errors import Aborted, InvalidArgument
+from ..errors import Aborted, EngineLost, InvalidArgument
 from ..tenants.caller import Caller
 from ..text.tokenizer import Prompt
 from .client_call import ClientCall, time_left
@@ -249,7 +248,7 @@ class ReadoutStream:
             self._starts(index)
 
     async def outputs(self) -> AsyncIterator[tuple[int, SequenceInbox]]:
-        """Yield each sequence with its whole output when it has ended. Raises Unavailable when the engine is lost."""
+        """Yield each sequence with its whole output when it has ended. Raises EngineLost."""
         while self._live:
             await self._wake.wait()
             for index, stream in list(self._live.items()):
@@ -384,24 +383,36 @@ class Readouts:
         def submit(index: int) -> engine_pb2.Submit:
             return job.submit(index, admitted.asker, time_left(admitted.call))
 
-        engine = fleet.pick(asked=Asked.of(submit(0)))
-        admitted.record.engine = engine.name
+        def begin(engine: EngineChannel) -> ReadoutStream:
+            admitted.record.engine = engine.name
+            assert engine.info is not None, "an engine that is ready has said hello"
+            leads = len(job.shared) >= engine.info.kv_cache.block_size and not job.params.cache.bypass
+            stream = admitted.live.stream = ReadoutStream(engine, len(job.parts), submit, leads, starts)
+            if admitted.live.is_aborted:  # during tokenization, or while its engine was lost
+                stream.abort()
+            return stream
+
         admitted.record.answer = answer
-        assert engine.info is not None, "an engine that is ready has said hello"
-        leads = len(job.shared) >= engine.info.kv_cache.block_size and not job.params.cache.bypass
-        stream = ReadoutStream(engine, len(job.parts), submit, leads, starts)
-        admitted.live.stream = stream
+        engine = fleet.pick()
+        stream = begin(engine)
         outputs: list[list[engine_pb2.Reading]] = [[] for _ in job.parts]
         try:
-            if admitted.live.is_aborted:  # during tokenization
-                stream.abort()
             await self._services.messages.check_end(admitted.call)  # while the engine computes
             admitted.message.release()
-            async for index, inbox in stream.outputs():
-                assert inbox.ended is not None, "a sequence's output is given once it has ended"
-                raise_if_failed(inbox.ended, job.params.part_fields[index])
-                if inbox.ended.reason != engine_pb2.END_REASON_ABORTED:
-                    answer.ends[index], outputs[index] = inbox.ended, inbox.readings
+            while True:
+                try:
+                    async for index, inbox in stream.outputs():
+                        assert inbox.ended is not None, "a sequence's output is given once it has ended"
+                        raise_if_failed(inbox.ended, job.params.part_fields[index])
+                        if inbox.ended.reason != engine_pb2.END_REASON_ABORTED:
+                            answer.ends[index], outputs[index] = inbox.ended, inbox.readings
+                    break
+                except EngineLost as lost:  # nothing was sent, so another engine begins anew
+                    stream.close()
+                    engine = await admitted.elsewhere(engine, lost, has_begun=False)
+                    answer.ends.clear()
+                    spending.used = 0
+                    stream = begin(engine)
         finally:
             stream.close()
         if len(answer.ends) < len(outputs):

@@ -55,6 +55,7 @@ class Record:
     prompt_len   tokens; 0 until the prompt is tokenized
     answer       None until the request is submitted
     engine       name of the engine that has the request, once it is submitted
+    num_failovers  how often the request has lost its engine
     code         the status that ends the call
     error        the error of that status; None for one that completed or was cancelled
     """
@@ -70,6 +71,7 @@ class Record:
     prompt_len: int = 0
     answer: Answer | None = None
     engine: str = ""
+    num_failovers: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
     error: Exception | None = None
     _begun: float = field(default_factory=time.monotonic)

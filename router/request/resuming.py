@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from google.rpc import error_details_pb2
 
@@ -24,7 +24,7 @@ from pagoda.v1 import inference_pb2
 
 from ..engines.channel import EngineChannel
 from ..engines.stream import EngineStream, SequenceInbox, Wake
-from ..errors import ERROR_DOMAIN, Aborted, InvalidArgument, NotFound, Unavailable
+from ..errors import ERROR_DOMAIN, Aborted, InvalidArgument, NotFound, PagodaError, Unavailable
 from .output import SequenceOutput
 from .validation import GenerateParams
 
@@ -37,6 +37,8 @@ _LOGPROBS_BYTES = 48  # a bytes object, and the reference to it
 _REPLAYED_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
 _TIMER_MARGIN_S = 0.1  # the event loop's clock is coarser than the other one
 _SEED_MASK = (1 << 64) - 1
+# Of each sequence the tokens that its client has; None: it needs no more.
+Progress: TypeAlias = Sequence["array[int] | None"]
 _KEPT_ENDS = (engine_pb2.END_REASON_STOP, engine_pb2.END_REASON_LENGTH, engine_pb2.END_REASON_ABORTED)
 
 
@@ -130,9 +132,9 @@ class KeptStream:
         return self._streams.holds(self)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether anything was sent of its sequences."""
-        return any(sequence.ids or sequence.ended for sequence in self.sequences)
+    def progress(self) -> Progress:
+        """How far the sequences are."""
+        return [None if sequence.ended else sequence.ids for sequence in self.sequences]
 
     @property
     def num_tokens(self) -> int:
@@ -324,54 +326,73 @@ def not_kept() -> NotFound:
     return NotFound("request_id: no stream is kept under this id; see --resume-s")
 
 
-def resumed(
-    engine: EngineChannel, kept: KeptStream, timeout_s: float | None, on_start: Callable[[], None]
-) -> EngineStream | ResumedStream:
-    """Submit what is unfinished of a kept stream. Raises Unavailable unless the engine is ready.
+def has_begun(progress: Progress) -> bool:
+    """Whether a client has got anything of the sequences."""
+    return any(ids is None or ids for ids in progress)
 
-    on_start  called when it starts to be computed. For a stream that has begun that was before: called at once
+
+def submit_again(
+    engine: EngineChannel,
+    submit: engine_pb2.Submit,
+    progress: Progress,
+    *,
+    age_s: float,
+    timeout_s: float | None,
+    on_start: Callable[[], None],
+) -> EngineStream | ContinuedStream:
+    """Submit a request to an engine that goes on where another one was. Raises Unavailable unless it is ready.
+
+    submit    the request as the first engine got it
+    age_s     since then
+    on_start  called when it starts to be computed. For a request that has begun that was before: called at once
     """
-    assert kept.submit is not None, "a stream without it is not kept"
-    submit = engine_pb2.Submit()
-    submit.CopyFrom(kept.submit)
-    submit.age_s = time.monotonic() - kept.submitted_at
-    submit.ClearField("timeout_s")
+    again = engine_pb2.Submit()
+    again.CopyFrom(submit)
+    again.age_s = age_s
+    again.ClearField("timeout_s")
     if timeout_s is not None:
-        submit.timeout_s = timeout_s
-    if kept.has_begun:
+        again.timeout_s = timeout_s
+    if has_begun(progress):
         on_start()
-        return ResumedStream(engine, submit, kept.sequences)
-    return engine.submit(submit, on_start)  # all of its sequences share the prompt
+        again.ClearField("readout")  # the client has the prompt
+        return ContinuedStream(engine, again, progress)
+    return engine.submit(again, on_start)  # all of its sequences share the prompt
 
 
-class ResumedStream:
-    """The unfinished sequences of a kept stream on an engine, with an EngineStream's interface.
+class ContinuedStream:
+    """Sequences that have begun elsewhere, on an engine that continues them; with an EngineStream's interface.
 
-    Each is a request of its own, because their seeds need not follow one another. The inboxes of finished ones stay
-    empty.
+    Each is a request of its own, because their seeds need not follow one another. One that needs no more ends at once.
     """
 
-    def __init__(self, engine: EngineChannel, submit: engine_pb2.Submit, sequences: Sequence[KeptSequence]) -> None:
-        self.inboxes = [SequenceInbox() for _ in sequences]
+    def __init__(self, engine: EngineChannel, submit: engine_pb2.Submit, progress: Progress) -> None:
+        self.inboxes = [SequenceInbox() for _ in progress]
         self._wake = Wake()
         self._streams: dict[int, EngineStream] = {}
-        for index, sequence in enumerate(sequences):
-            if sequence.ended is None:
-                part = engine_pb2.Submit()
-                part.CopyFrom(submit)
-                part.sampling.n = 1
-                part.sampling.seed = (submit.sampling.seed + index) & _SEED_MASK
-                part.outputs.add(ids=sequence.ids)
-                self._streams[index] = stream = engine.submit(part)
-                stream.wake = self._wake
-                self.inboxes[index] = stream.inboxes[0]
+        for index, ids in enumerate(progress):
+            if ids is None:
+                self.inboxes[index].ended = engine_pb2.Ended(reason=engine_pb2.END_REASON_ABORTED)
+                self._wake.set()
+                continue
+            part = engine_pb2.Submit()
+            part.CopyFrom(submit)
+            part.sampling.n = 1
+            part.sampling.seed = (submit.sampling.seed + index) & _SEED_MASK
+            part.outputs.add(ids=ids)
+            self._streams[index] = stream = engine.submit(part)
+            stream.wake = self._wake
+            self.inboxes[index] = stream.inboxes[0]
 
     async def wait(self) -> None:
-        """Wait until an inbox holds something. Raises Unavailable when the engine is lost."""
-        await self._wake.wait()
-        for stream in self._streams.values():
-            if stream.error:
-                raise stream.error
+        """Wait until an inbox holds something. Raises EngineLost once all that a lost engine sent has been taken."""
+        if self._error is None:
+            await self._wake.wait()
+        if (error := self._error) is not None and not any(stream.has_output for stream in self._streams.values()):
+            raise error
+
+    @property
+    def _error(self) -> PagodaError | None:
+        return next((stream.error for stream in self._streams.values() if stream.error is not None), None)
 
     def abort(self, index: int | None = None) -> None:
         """Ask the engine to end one sequence, or all; their ends still arrive."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 
 from pagoda.v1 import inference_pb2
 
+from ..engines.channel import EngineChannel
 from ..engines.fleet import Fleet
-from ..errors import Unavailable
+from ..errors import EngineLost, Unavailable
 from ..tenants.caller import Caller, caller
 from ..tenants.quotas import Quotas, Spending
 from ..text.tokenizer import Tokenizer
 from .admission import Admission, LiveRequest, LiveRequests, Reservation
-from .client_call import ClientCall
+from .client_call import ClientCall, time_left
+from .failover import Failover
 from .fields import Limits
 from .receiving import Messages, Received
 from .record import Observers, Record
@@ -40,6 +42,7 @@ class Services:
     fleet: Fleet
     live: LiveRequests
     observers: Observers
+    failover: Failover
 
     @contextlib.asynccontextmanager
     async def admitted(
@@ -72,8 +75,9 @@ class Services:
 class AdmittedCall:
     """A call that has been admitted, and what it holds.
 
-    received  when it came, on the monotonic clock
-    live      its request, once `begin` was called
+    received    when it came, on the monotonic clock
+    live        its request, once `begin` was called
+    num_losses  engines that were lost while they computed the request
     """
 
     services: Services
@@ -86,11 +90,20 @@ class AdmittedCall:
     record: Record
     live: LiveRequest = field(default_factory=LiveRequest)
     is_live: bool = False
+    num_losses: int = 0
 
     def check_draining(self) -> None:
         """Raise Unavailable if the server drains: that may have begun since the call was admitted."""
         if self.services.admission.is_draining:
             raise Unavailable("the server is draining")
+
+    async def elsewhere(self, engine: EngineChannel, lost: EngineLost, *, has_begun: bool) -> EngineChannel:
+        """Choose another engine for the request, which has lost this one: see Failover."""
+        self.record.num_failovers += 1
+        self.num_losses += not lost.has_left
+        return await self.services.failover.elsewhere(
+            engine, lost, num_losses=self.num_losses, has_begun=has_begun, timeout_s=time_left(self.call)
+        )
 
     def begin(self, request_id: str) -> None:
         """Note the request that was read, which Abort finds from now on. Raises AlreadyExists."""

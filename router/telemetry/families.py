@@ -141,6 +141,7 @@ _OF_ROUTERS = (
     _histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_BOUNDS),
     _counter("request_success", "Sequences that ended, by reason.", "engine", "finished_reason", prefixes=_BOTH),
     _counter("calls", "Calls that ended, by status and, of an error, its reason.", "method", "code", "reason"),
+    _counter("failovers", "Requests that lost their engine, by what became of them.", "outcome"),
     _gauge("admitted_requests", "Requests that the routers hold."),
     _gauge("admitted_requests_limit", "The most requests that the routers admit at once."),
     _gauge("reserved_tokens", "Tokens that admitted requests reserve, for prompts and outputs."),

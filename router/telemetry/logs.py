@@ -97,6 +97,7 @@ def fields_of(record: Record) -> dict[str, Any]:
     if (answer := record.answer) is not None:
         usage, timing, reasons = answer.usage(), answer.timing(), answer.reasons
         fields |= {"cached_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens}
+        fields |= {"engine": record.engine, "failovers": record.num_failovers} if record.num_failovers else {}
         if reasons:  # before the first end, the times in the engine are not known
             fields |= {
                 "finish_reasons": finish_reasons(reasons),

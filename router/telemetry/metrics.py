@@ -29,6 +29,7 @@ from ... import installed_version
 from ..engines.fleet import Fleet
 from ..errors import PagodaError, Passed
 from ..request.admission import Admission
+from ..request.failover import Failover
 from ..request.record import Answer, Record
 from ..request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
 from .families import FAMILIES, OF_ENGINES, OF_REQUESTS, Family
@@ -64,15 +65,17 @@ class _EngineCounts:
 class Tally:
     """What one router counts: an observer of its calls.
 
+    failover  counts those that lost their engine
     router  this router's number among those that share a port
     """
 
-    def __init__(self, fleet: Fleet, admission: Admission, router: int) -> None:
+    def __init__(self, fleet: Fleet, admission: Admission, failover: Failover, router: int) -> None:
         self._fleet = fleet
         self._of_engines: dict[str, _EngineCounts] = {}
         self._calls = Counter({("Generate", "OK", ""): 0})
         self._lag = Histogram(TOKEN_BOUNDS)
         self._admission = admission
+        self._failover = failover
         self._router = str(router)
         self._process = ProcessCollector(registry=None)
 
@@ -129,6 +132,8 @@ class Tally:
                 yield "request_success", (engine, reason), count
         for labels, number in self._calls.items():
             yield "calls", labels, number
+        for outcome, number in self._failover.outcomes.items():
+            yield "failovers", (outcome,), number
         yield "admitted_requests", (), self._admission.requests
         yield "admitted_requests_limit", (), self._admission.max_requests
         yield "reserved_tokens", (), self._admission.tokens

@@ -166,6 +166,8 @@ def _of_request(record: Record, answer: Answer, duration_s: float) -> Attributes
     }
     if answer.first_written is not None and record.method == "Generate":
         attributes[FIRST_TOKEN] = timing.time_to_first_token_s
+    if record.num_failovers:
+        attributes["pagoda.failovers"] = record.num_failovers
     if reasons := answer.reasons:  # before the first end, the engine has sent nothing
         attributes |= {
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,

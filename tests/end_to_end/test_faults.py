@@ -322,7 +322,7 @@ def test_two_engines_share_the_work_and_one_that_dies_leaves_it_to_the_other(tmp
     with (
         running_engine(first, *SLOW) as one,
         running_engine(second, *SLOW),
-        running_server(*SYNTHETIC[:2], "--engine", f"{first},{second}") as server,
+        running_server(*SYNTHETIC[:2], "--engine", f"{first},{second}", "--no-failover") as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         inference, control = stubs(channel)

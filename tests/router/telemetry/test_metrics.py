@@ -28,6 +28,7 @@ from pagoda_server.router.errors import (
 )
 from pagoda_server.router.process.control import ControlServicer, ServingState
 from pagoda_server.router.request.admission import Admission
+from pagoda_server.router.request.failover import Failover
 from pagoda_server.router.request.generate_call import GenerateCall
 from pagoda_server.router.request.record import Observers, Record
 from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
@@ -75,7 +76,8 @@ class Samples:
 
 
 def tally(router: int = 0, num_engines: int = 1) -> Tally:
-    return Tally(fleet_of(*(SimpleNamespace() for _ in range(num_engines))), Admission(5, 500), router)
+    fleet = fleet_of(*(SimpleNamespace() for _ in range(num_engines)))
+    return Tally(fleet, Admission(5, 500), Failover(fleet, continues=True, wait_s=0), router)
 
 
 def page_of(*tallies: Tally, accept: str = "") -> Samples:

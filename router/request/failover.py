@@ -1,0 +1,60 @@
+"""What becomes of a request whose engine is lost: it goes on at another engine, or ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+
+from ..engines.channel import EngineChannel
+from ..engines.fleet import Fleet
+from ..errors import EngineLost, EnginesLost, Unavailable
+
+MAX_LOSSES = 2  # of a request: one that ends its engines must not end them all
+OUTCOMES = ("resubmitted", "continued", "unavailable", "refused")
+_LOOKS_AGAIN_S = 0.1
+
+
+class Failover:
+    """Chooses where requests go whose engine was lost.
+
+    continues  whether streams that have begun go on, too
+    wait_s     how long a request waits for an engine that can take it, if none is ready
+    outcomes   counts what became of the requests, for each time that one lost its engine
+    """
+
+    def __init__(self, fleet: Fleet, *, continues: bool, wait_s: float) -> None:
+        self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._fleet = fleet
+        self._continues = continues
+        self._wait_s = wait_s
+
+    async def elsewhere(
+        self, engine: EngineChannel, lost: EngineLost, *, num_losses: int, has_begun: bool, timeout_s: float | None
+    ) -> EngineChannel:
+        """Choose the engine that a request is submitted to again.
+
+        engine      the one that was lost
+        num_losses  engines that the request has lost, this one included
+        has_begun   the client has a part of the answer, which only an engine of the same kind can continue
+        timeout_s   seconds until the client's deadline; None: it has none
+
+        Raises EngineLost if there is none, and EnginesLost if the request must not be submitted again.
+        """
+        if num_losses >= MAX_LOSSES:
+            self.outcomes["refused"] += 1
+            raise EnginesLost(num_losses) from lost
+        ends_at = time.monotonic() + min(self._wait_s, math.inf if timeout_s is None else timeout_s)
+        while self._continues or not has_begun:
+            try:
+                chosen = self._fleet.pick(avoid=(engine,), like=lost.engine if has_begun else None)
+            except Unavailable:
+                if time.monotonic() >= ends_at:
+                    break
+                await asyncio.sleep(_LOOKS_AGAIN_S)
+            else:
+                self.outcomes["continued" if has_begun else "resubmitted"] += 1
+                return chosen
+        self.outcomes["unavailable"] += 1
+        raise lost
