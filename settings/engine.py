@@ -83,6 +83,9 @@ class CommonSettings(Settings):
         "Model to serve: a name that `pagoda models` lists, a folder, a .gguf file or a name on the Hugging Face Hub.",
         is_private=True,
     )
+    grace_s: float = setting(
+        30.0, "Seconds that running requests have to finish after SIGTERM.", unit="seconds", at_least=0
+    )
     hang_timeout_s: float = setting(
         60.0,
         "Seconds without an answer of its loop after which an engine counts as dead. No step may be longer.",

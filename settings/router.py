@@ -150,9 +150,6 @@ class RouterSettings(CommonSettings):
         "Router processes that share the port and the limits, at most four for each core of the machine.",
         unit="processes", at_least=1, check=check_cores,
     )  # fmt: skip
-    grace_s: float = setting(
-        30.0, "Seconds that running requests have to finish after SIGTERM.", unit="seconds", at_least=0
-    )
 
     failover: bool = setting(
         True,

@@ -30,6 +30,7 @@ SERVER_OPTIONS = [
 ]
 HEALTH_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 << 10)]
 GRACE_S = 0.2
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PING_S = 1.0  # between two questions to the loop
 REFUSED_EACH_S = 60.0  # a router tries again and again: its refusals are logged once in so many seconds
 
@@ -82,7 +83,8 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
     """
     address         HOST:PORT, or unix:PATH for a socket that only its owner may use
     server          runs the sessions; it returns why it has dropped a router, or None, and the call ends then
-    hang_timeout_s  while the engine's loop has not answered for so long, the health service says NOT_SERVING
+    hang_timeout_s  the health service says NOT_SERVING while the engine's loop has not answered for so long, and while
+                    the engine is going to end
     trust           what guards HOST:PORT
     health_address  where the health service alone listens, without a guard; None: nowhere
     """
@@ -160,9 +162,10 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
             answer = asyncio.ensure_future(self._engine.loop_answers())
             if (await asyncio.wait([answer], timeout=self._hang_timeout_s))[1]:
                 log.error("the engine hangs: its loop has not answered for %.0f s", self._hang_timeout_s)
-                await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+                await self._health.set("", NOT_SERVING)
             await answer
-            await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+            is_serving = not self._engine.is_leaving
+            await self._health.set("", health_pb2.HealthCheckResponse.SERVING if is_serving else NOT_SERVING)
             await asyncio.sleep(min(PING_S, self._hang_timeout_s / 32))
 
     async def stop(self) -> None:

@@ -113,10 +113,11 @@ async def _serve(
     trust: ChannelTrust,
 ) -> int:
     info = runner.info
-    stop = asyncio.Event()
+    leaves, stop = asyncio.Event(), asyncio.Event()
     events = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        events.add_signal_handler(number, stop.set)
+        # The first signal begins the grace period, and a second one ends it.
+        events.add_signal_handler(number, lambda: (stop if leaves.is_set() else leaves).set())
     server = EngineServer(engine_info(config, runner, folder, fingerprint), partial(make_grammars, folder, info))
     loop = EngineLoop(
         Scheduler(
@@ -143,11 +144,21 @@ async def _serve(
     listener = await start_listening(server, config, trust)
     ended = engine.submit(loop.run)
     log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
-    await stop.wait()
+    await _first_of(leaves, stop)
+    if not stop.is_set():
+        await server.leave(config.grace_s, stop)
     loop.stop()
     await listener.stop()
     wait([ended], timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of these is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 def _speculation(config: EngineConfig, runner: InformedRunner, progress: PrintedProgress) -> Speculation | None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pagoda.engine")
 
 LOAD_EVERY_S = 0.25  # to routers for whom a step did nothing; with many of them, theirs would cost more than the rest
+LOOKS_AGAIN_S = 0.05  # how often the sequences that are left are counted
 STALL_TIMEOUT_S = 30.0  # a router that takes no message for this long is dropped
 
 RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
@@ -71,6 +72,8 @@ class Connection:
         self.flushed: list[int] = []
         self.traces: list[Iterator[engine_pb2.Trace]] = []
         self.owes_pong = False
+        self.takes_goodbye = False  # the router has announced that it knows it
+        self.owes_goodbye = False
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
@@ -134,6 +137,7 @@ class EngineServer:
         """
         make_grammars  makes what compiles the grammars of requests, when the first comes; None: there is nothing
         """
+        self.is_leaving = False  # the engine is going to end
         self._info = info
         self._clock = clock
         self._inbox: engine_loop.Inbox | None = None
@@ -232,10 +236,44 @@ class EngineServer:
                     check_take_trace(message.take_trace)
                     self._take_trace(connection, message.take_trace)
                 case "ping":
+                    self._note_ping(connection, message.ping)
                     self._put(engine_loop.Ping(lambda: self._reply_ping(connection)))
                 case _:
                     raise InvalidMessage("it sent a message without content")
             await asyncio.sleep(0)  # a router that sends without a pause shares the event loop with others
+
+    def _note_ping(self, connection: Connection, ping: engine_pb2.Ping) -> None:
+        if ping.takes_goodbye and not connection.takes_goodbye:
+            connection.takes_goodbye = connection.owes_goodbye = True
+            self._say_goodbye(connection)
+
+    def _say_goodbye(self, connection: Connection) -> None:
+        """Say so, once, that the engine is going to end; if it is."""
+        if self.is_leaving and connection.owes_goodbye:
+            connection.wake.set()
+
+    async def leave(self, grace_s: float, now: asyncio.Event) -> None:
+        """Tell the routers that the engine is going to end. Return when no sequence is left, or after `grace_s`.
+
+        now  ends the wait when it is set
+        """
+        self.is_leaving = True
+        for connection in self._connections:
+            self._say_goodbye(connection)
+        if self._routes:
+            log.info("leaving: %d sequences, up to %.0f s", len(self._routes), grace_s)
+        ended = asyncio.create_task(now.wait())
+        deadline = time.monotonic() + grace_s
+        while self._is_busy and not ended.done() and (rest_s := deadline - time.monotonic()) > 0:
+            await asyncio.wait([ended], timeout=min(LOOKS_AGAIN_S, rest_s))
+        ended.cancel()
+        if self._routes:
+            log.warning("leaving %d sequences unfinished", len(self._routes))
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a sequence is left, or a router has not been sent everything."""
+        return bool(self._routes) or any(each.has_output or each.owes_goodbye for each in self._connections)
 
     def submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         """Name the request's sequences and put them into the loop's inbox. Raises InvalidMessage."""
@@ -394,6 +432,9 @@ class EngineServer:
             connection.wake.clear()
             if connection.has_output:
                 await write(connection.take())
+            if self.is_leaving and connection.owes_goodbye:
+                connection.owes_goodbye = False
+                await write(connection.message(goodbye=engine_pb2.Goodbye()))
             if connection.owes_pong:
                 connection.owes_pong = False
                 await write(connection.message(pong=engine_pb2.Pong()))

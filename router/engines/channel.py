@@ -76,6 +76,7 @@ class EngineChannel:
         self.name = name or address
         self.number = number
         self.is_leaving = False  # it gets nothing new, and is closed once its streams have ended
+        self.says_goodbye = False  # it is going to end
         self.info: control_pb2.EngineInfo | None = None
         self.has_been_ready = False
         self.load = control_pb2.EngineLoad()
@@ -107,6 +108,10 @@ class EngineChannel:
     @property
     def is_ready(self) -> bool:
         return self.info is not None
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and not self.is_leaving and not self.says_goodbye
 
     @property
     def is_suspect(self) -> bool:
@@ -273,6 +278,8 @@ class EngineChannel:
                         self._ask()
                         if not self._answers_pings:
                             await self._become_ready(hello)
+                    case "goodbye":
+                        await self._note_goodbye()
                     case "cache_flushed":
                         if self._flushes and not (flush := self._flushes.pop(0)).done():  # done: its call was cancelled
                             flush.set_result(message.cache_flushed.freed_blocks)
@@ -292,6 +299,12 @@ class EngineChannel:
         self._last_absence_s = time.monotonic() - self._away_since
         self.has_been_ready = True
         await self._on_change()
+
+    async def _note_goodbye(self) -> None:
+        if not self.says_goodbye:
+            log.info("the engine at %s says goodbye: %d sequences run on", self.label, len(self._routes))
+            self.says_goodbye, self._away_since = True, time.monotonic()
+            await self._on_change()
 
     def _log_ready(self, info: control_pb2.EngineInfo) -> None:
         cache = info.kv_cache
@@ -328,7 +341,7 @@ class EngineChannel:
     def _ask(self) -> None:
         """Ask for an answer of the engine's loop. For an engine that does not know pings, any message is one."""
         if self._answers_pings:
-            self._post(engine_pb2.RouterMessage(ping=engine_pb2.Ping()))
+            self._post(engine_pb2.RouterMessage(ping=engine_pb2.Ping(takes_goodbye=True)))
         if self._answers_pings or self._routes:
             self._owes_answer_since = time.monotonic()
 
@@ -372,10 +385,11 @@ class EngineChannel:
         self._num_others = 0
         self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
-            stream.error = EngineLost(info)
+            stream.error = EngineLost(info, has_left=self.says_goodbye)
             self._wakeups.add(stream)
         self._wakeups.start()
         self._routes.clear()
+        self.says_goodbye = False
         for flush in self._flushes:
             if not flush.done():
                 flush.set_exception(Unavailable("the engine was lost"))

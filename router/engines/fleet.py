@@ -118,7 +118,7 @@ class Fleet:
     @property
     def ready(self) -> list[EngineChannel]:
         """The engines that take requests."""
-        return [channel for channel in self.channels if channel.is_ready and not channel.is_leaving]
+        return [channel for channel in self.channels if channel.takes_requests]
 
     def find(self, number: int) -> EngineChannel | None:
         return next((channel for channel in self.channels if channel.number == number), None)

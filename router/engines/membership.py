@@ -86,7 +86,7 @@ class NamesLookup:
         return [f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts]
 
     def _adopt(self, found: set[str]) -> None:
-        kept = {channel.address for channel in self._fleet.channels if channel.is_ready and not channel.is_leaving}
+        kept = {channel.address for channel in self._fleet.channels if channel.takes_requests}
         self._fleet.set_members(Member(address, address) for address in sorted(found | kept))
 
     def _log(self, fault: str, found: list[str] | None = None) -> None:

@@ -250,8 +250,10 @@ def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -
 
 
 def _status(channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
-    if channel.is_ready:
+    if channel.takes_requests:
         state = control_pb2.ENGINE_STATE_READY
+    elif channel.is_ready:
+        state = control_pb2.ENGINE_STATE_DRAINING
     elif channel.has_been_ready:
         state = control_pb2.ENGINE_STATE_UNAVAILABLE
     else:

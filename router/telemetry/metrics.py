@@ -184,7 +184,7 @@ def engine_samples(
     yield "tenants", (), load.num_tenants
     for channel in fleet.channels:
         engine = channel.name
-        yield "engine_up", (engine,), channel.is_ready and not channel.is_leaving
+        yield "engine_up", (engine,), channel.takes_requests
         yield "engine_restarts", (engine,), restarts
         if channel.info is not None:
             cache = channel.info.kv_cache

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
@@ -260,3 +261,66 @@ async def test_embeddings_and_scores_are_computed_again(tmp_path: Path) -> None:
             found.engines[0].kill()
             for answer in await asyncio.gather(*calls):
                 assert answer.scores == expected.scores
+
+
+# -- an engine that ends on purpose ------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_is_asked_to_end_gets_nothing_new_and_its_streams_end_there(tmp_path: Path) -> None:
+    requests = [request(f"stream {at}", TOKENS) for at in range(STREAMS)]
+    with fleet(tmp_path) as found:
+        streams = await streams_through(found.server, requests, lambda: found.engines[0].send_signal(signal.SIGTERM))
+        assert [stream.error for stream in streams] == [None] * STREAMS
+        for at, stream in enumerate(streams):
+            assert Answer(stream.responses).ids() == expected_tokens(f"stream {at}".encode(), TOKENS, VOCAB)
+        assert found.engines[0].wait(30) == 0
+        log = found.server.log.read_text()
+        assert log.count("says goodbye") == 1
+        counts = [line.split()[-1] for line in metrics(found.server) if line.startswith("pagoda_failovers_total")]
+        assert set(counts) == {"0.0"}, "none had to go on elsewhere"
+
+
+async def test_what_is_left_after_the_grace_period_goes_on_elsewhere(tmp_path: Path) -> None:
+    """Twice, and the request is not to blame."""
+    engine = (*ENGINE, "--grace-s", "0.3")
+    requests = [request(f"stream {at}", 600) for at in range(9)]
+    with fleet(tmp_path, engine=engine) as found:
+
+        def leave() -> None:
+            for engine in found.engines[:2]:
+                engine.send_signal(signal.SIGTERM)
+                assert engine.wait(30) == 0
+
+        streams = await streams_through(found.server, requests, leave)
+        assert [stream.error for stream in streams] == [None] * 9
+        for at, stream in enumerate(streams):
+            assert Answer(stream.responses).ids() == expected_tokens(f"stream {at}".encode(), 600, VOCAB)
+
+
+def test_a_second_signal_ends_an_engine_at_once(tmp_path: Path) -> None:
+    with fleet(tmp_path, count=1) as found, grpc.insecure_channel(found.server.address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request("long", 20_000))
+        next(call)
+        (engine,) = found.engines
+        engine.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert engine.poll() is None
+        control = control_pb2_grpc.ControlStub(channel)
+        (status,) = control.GetServerInfo(control_pb2.GetServerInfoRequest()).engines
+        assert status.state == control_pb2.ENGINE_STATE_DRAINING
+        assert found.server.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+            ask(inference_pb2_grpc.InferenceStub(channel), request("new", 3))
+        engine.send_signal(signal.SIGTERM)
+        assert engine.wait(10) == 0
+        with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+            list(call)
+
+
+def test_an_idle_engine_ends_at_once(tmp_path: Path) -> None:
+    with fleet(tmp_path, count=2) as found:
+        began = time.monotonic()
+        found.engines[0].send_signal(signal.SIGTERM)
+        assert found.engines[0].wait(10) == 0
+        assert time.monotonic() - began < 3
+        assert found.server.health() == health_pb2.HealthCheckResponse.SERVING

@@ -42,6 +42,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
     fields: dict[str, Any] = load
     return SimpleNamespace(
         is_ready=is_ready,
+        takes_requests=is_ready,
         is_suspect=False,
         has_been_ready=is_ready or has_been_ready,
         info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,

@@ -37,6 +37,10 @@ class Channel:
     is_open: bool = False
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and not self.is_leaving
+
     async def run(self) -> None:
         self.is_open = True
         try:

@@ -117,6 +117,7 @@ def engine(is_ready: bool = True, **load: float) -> Any:
     cache = control_pb2.KvCacheInfo(block_size=16, num_blocks=100)
     return SimpleNamespace(
         is_ready=is_ready,
+        takes_requests=is_ready,
         info=control_pb2.EngineInfo(kv_cache=cache) if is_ready else None,
         load=control_pb2.EngineLoad(**fields),
         tenants=engine_pb2.Tenants(

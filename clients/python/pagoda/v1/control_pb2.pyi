@@ -23,6 +23,7 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_LOADING: _ClassVar[EngineState]
     ENGINE_STATE_READY: _ClassVar[EngineState]
     ENGINE_STATE_UNAVAILABLE: _ClassVar[EngineState]
+    ENGINE_STATE_DRAINING: _ClassVar[EngineState]
 
 class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,7 @@ ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_LOADING: EngineState
 ENGINE_STATE_READY: EngineState
 ENGINE_STATE_UNAVAILABLE: EngineState
+ENGINE_STATE_DRAINING: EngineState
 CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_GENERATE: Capability
 CAPABILITY_CHAT: Capability

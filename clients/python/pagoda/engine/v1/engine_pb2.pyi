@@ -114,17 +114,20 @@ class TakeTrace(_message.Message):
     def __init__(self, number: _Optional[int] = ..., last_s: _Optional[float] = ...) -> None: ...
 
 class Ping(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("takes_goodbye",)
+    TAKES_GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    takes_goodbye: bool
+    def __init__(self, takes_goodbye: bool = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "answers_pings")
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "answers_pings")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CACHE_FLUSHED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_PINGS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: _control_pb2.EngineInfo
@@ -132,8 +135,13 @@ class EngineMessage(_message.Message):
     cache_flushed: CacheFlushed
     trace: Trace
     pong: Pong
+    goodbye: Goodbye
     answers_pings: bool
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., answers_pings: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., answers_pings: bool = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("sequences", "tokens", "logprobs", "ended", "load", "tenants", "started", "readings")
