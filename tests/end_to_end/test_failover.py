@@ -324,3 +324,37 @@ def test_an_idle_engine_ends_at_once(tmp_path: Path) -> None:
         assert found.engines[0].wait(10) == 0
         assert time.monotonic() - began < 3
         assert found.server.health() == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.slow
+async def test_ten_engines_are_replaced_one_after_the_other_under_200_streams(tmp_path: Path) -> None:
+    """One ends by a signal, the next is killed. No stream breaks, and no token changes."""
+    engine = (*MODEL, "--step-ms", "10", "--max-num-seqs", "256", "--grace-s", "3")
+    with fleet(tmp_path, engine=engine) as found, contextlib.ExitStack() as stack:
+        done, is_over = 0, asyncio.Event()
+
+        async def calls(number: int, inference: inference_pb2_grpc.InferenceStub) -> None:
+            nonlocal done
+            at = 0
+            while not is_over.is_set():
+                stream, text = Stream(), f"client {number}, call {at}"
+                await stream.read(inference.Generate(request(text, 200), timeout=120))
+                assert stream.error is None, stream.error
+                assert Answer(stream.responses).ids() == expected_tokens(text.encode(), 200, VOCAB)
+                at, done = at + 1, done + 1
+
+        async with grpc.aio.insecure_channel(found.server.address) as channel:
+            inference = inference_pb2_grpc.InferenceStub(channel)
+            clients = [asyncio.create_task(calls(number, inference)) for number in range(200)]
+            for at in range(10):
+                place = at % 3
+                await asyncio.sleep(1)
+                found.engines[place].send_signal(signal.SIGKILL if at % 2 else signal.SIGTERM)
+                await asyncio.to_thread(found.engines[place].wait, 30)
+                address = f"{'shm' if place % 2 else 'unix'}:{tmp_path / str(place)}.sock"
+                found.engines[place] = stack.enter_context(running_engine(address, *engine))
+                await asyncio.to_thread(found.wait_for, 3)
+                assert not any(client.done() for client in clients)
+            is_over.set()
+            await asyncio.gather(*clients)
+        assert done > 400
