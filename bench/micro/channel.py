@@ -1,87 +1,146 @@
 """`python -m bench.micro.channel`: what certificates cost on the channel over TCP, beside the same channel without.
 
-Two engines with the synthetic model run side by side, one with certificates, and are asked in turns. Two figures each:
+Two engines with the synthetic model run side by side, one with certificates. This process holds a channel to each and
+asks them in turns, so that whatever else the machine does falls on both. Two figures, as medians of several such pairs:
 
-- the tokens a second that a process reads from the channel while the engine makes steps as fast as it can;
+- the tokens a second of a request with many sequences, while the engine makes steps as fast as it can;
 - the way of a step: from the submission of a short request to its token, less the time that the engine held it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
+import uvloop
 
-from bench.micro.router import run_clients, running_engine, within
-from bench.micro.router_clients import ask_channel_alone, read_channel
+from bench.micro.router import running_engine
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import inference_pb2
 from pagoda_server.cli.certs import Authority
+from pagoda_server.router.engines.handshake import channel_trust
+from pagoda_server.router.engines.transport import EngineLink, transport_to
+from pagoda_server.runtime.channel_trust import ChannelTrust
 from pagoda_server.settings import ServeConfig
 
 HOST = "127.0.0.1"
-PAUSE_S = 0.002
+PROMPT_LEN = 8
+LONG_TOKENS = 256  # of each sequence when rates are measured
+WARM_UPS = 3
 
 
 def main(
+    pairs: Annotated[int, typer.Option(help="Pairs of engines, one after the other: processes differ by chance.")] = 9,
     streams: Annotated[int, typer.Option(help="Sequences in each step.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Turns of each channel; the medians are printed.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Length of each measured window.")] = 3.0,
+    turns: Annotated[int, typer.Option(help="Turns of each channel of a pair when rates are measured.")] = 12,
+    steps: Annotated[int, typer.Option(help="Turns of each channel of a pair when the way of a step is.")] = 1000,
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         Authority(Path(folder), days=1).add([HOST])
-        guards = ServeConfig(
-            channel_tls_cert=f"{folder}/router.pem",
-            channel_tls_key=f"{folder}/router.key",
-            channel_tls_ca=f"{folder}/ca.pem",
-        )
-        options = [
-            f"--channel-tls-{kind}={folder}/{HOST}.{suffix}" for kind, suffix in (("cert", "pem"), ("key", "key"))
-        ]
-        plain, guarded = (f"{HOST}:{port}" for port in _free_ports(2))
-        stack.enter_context(running_engine(plain, streams + 1, 0))
-        stack.enter_context(running_engine(guarded, streams + 1, 0, *options, f"--channel-tls-ca={folder}/ca.pem"))
-        for address in (plain, guarded):
-            _wait_for(address)
-        rates: dict[str, list[float]] = {"plain": [], "certificates": []}
-        ways_us: dict[str, list[float]] = {"plain": [], "certificates": []}
-        for _ in range(rounds):
-            for name, address, given in (("plain", plain, None), ("certificates", guarded, guards)):
-                window = run_clients([(partial(read_channel, guards=given), address, streams)], seconds, {})
-                tokens, _ = within(window.seen, window.start, window.end)
-                rates[name].append(tokens.sum() / (window.end - window.start))
-                window = run_clients([(partial(ask_channel_alone, guards=given), address, PAUSE_S)], seconds, {})
-                ways_us[name].append(1e3 * float(np.median(window.added_ttft_ms)))
-    for name in rates:
-        print(f"{name:12} {_shown(rates[name])} tokens/s   way of a step, p50 {_shown(ways_us[name])} µs")
-    ratio = np.median(rates["certificates"]) / np.median(rates["plain"])
-    more_us = np.median(ways_us["certificates"]) - np.median(ways_us["plain"])
-    print(f"certificates ÷ plain: {ratio:.2f} of the tokens/s, {more_us:+.0f} µs for a step")
+        found = np.array([_measure_pair(folder, streams, turns, steps) for _ in range(pairs)])
+    for at, name in enumerate(("plain", "certificates")):
+        print(f"{name:12} {_shown(found[:, 0, at], ',.0f')} tokens/s, {_shown(found[:, 1, at], ',.0f')} µs a step")
+    ratios, more_us = found[:, 0, 1] / found[:, 0, 0], found[:, 1, 1] - found[:, 1, 0]
+    print(f"certificates beside plain: × {_shown(ratios, '.2f')} tokens/s, {_shown(more_us, '+.0f')} µs a step")
 
 
-def _free_ports(count: int) -> Iterator[int]:
+def _shown(figures: np.ndarray, format: str) -> str:
+    """The median, the least and the most."""
+    return f"{np.median(figures):{format}} ({min(figures):{format}} to {max(figures):{format}})"
+
+
+def _measure_pair(folder: str, streams: int, turns: int, steps: int) -> list[list[float]]:
+    """The medians of tokens a second and of µs a step, each without and with certificates."""
+    files = [f"--channel-tls-{kind}={folder}/{HOST}.{end}" for kind, end in (("cert", "pem"), ("key", "key"))]
+    files.append(f"--channel-tls-ca={folder}/ca.pem")
+    router = ServeConfig(
+        channel_tls_cert=f"{folder}/router.pem",
+        channel_tls_key=f"{folder}/router.key",
+        channel_tls_ca=f"{folder}/ca.pem",
+    )
+    plain, guarded = _free_ports(2)
+    with (
+        running_engine(f"{HOST}:{plain}", streams + 1, 0),
+        running_engine(f"{HOST}:{guarded}", streams + 1, 0, *files),
+    ):
+        return uvloop.run(_measure([plain, guarded], channel_trust(router), streams, turns, steps))
+
+
+async def _measure(ports: list[int], trust: ChannelTrust, streams: int, turns: int, steps: int) -> list[list[float]]:
+    async with _link_to(ports[0], None) as plain, _link_to(ports[1], trust) as guarded:
+        asked = [_Asked(plain), _Asked(guarded)]
+        rates: list[list[float]] = [[], []]
+        ways_us: list[list[float]] = [[], []]
+        for turn in range(turns + WARM_UPS):
+            for at in _in_turn(turn):
+                start = time.monotonic()
+                await asked[at].ask(streams, LONG_TOKENS)
+                rates[at].append(streams * LONG_TOKENS / (time.monotonic() - start))
+        for turn in range(steps + WARM_UPS):
+            for at in _in_turn(turn):
+                start = time.monotonic()
+                ended = await asked[at].ask(1, 1)
+                ways_us[at].append(1e6 * (time.monotonic() - start - ended.queue_s - ended.prefill_s))
+    return [[float(np.median(each[WARM_UPS:])) for each in figures] for figures in (rates, ways_us)]
+
+
+def _in_turn(turn: int) -> tuple[int, int]:
+    """Which channel is asked first; each is so as often as the other."""
+    return (1, 0) if turn % 2 else (0, 1)
+
+
+class _Asked:
+    """An engine that is asked one request at a time."""
+
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
+        self._next = 1
+
+    async def ask(self, sequences: int, max_tokens: int) -> engine_pb2.Ended:
+        """Send a request and read to its end; return how its last sequence ended."""
+        sampling = inference_pb2.Sampling(temperature=0, top_p=1, repetition_penalty=1, n=sequences, seed=1)
+        prompt = random.choices(range(256), k=PROMPT_LEN)
+        submit = engine_pb2.Submit(first_sequence=self._next, prompt=prompt, sampling=sampling, max_tokens=max_tokens)
+        self._next += sequences
+        await self._link.write(engine_pb2.RouterMessage(submit=submit))
+        while True:
+            message = await self._link.read()
+            assert message, "the engine closed the link"
+            sequences -= len(message.step.ended)
+            if not sequences:
+                return message.step.ended[-1]
+
+
+@contextlib.asynccontextmanager
+async def _link_to(port: int, trust: ChannelTrust | None) -> AsyncIterator[EngineLink]:
+    """A link to an engine that may still start."""
+    transport = transport_to(f"{HOST}:{port}", trust)
+    while True:
+        with contextlib.suppress(OSError):
+            link = await transport.connect()
+            await link.read()  # hello
+            break
+        await asyncio.sleep(0.05)
+    try:
+        yield link
+    finally:
+        link.close()
+        await transport.close()
+
+
+def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
-        ports = [probe.getsockname()[1] for probe in probes]
-    yield from ports
-
-
-def _wait_for(address: str) -> None:
-    """Wait until an engine listens there."""
-    while True:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((HOST, int(address.split(":")[1]))):
-            return
-        time.sleep(0.05)
-
-
-def _shown(figures: list[float]) -> str:
-    return f"{np.median(figures):,.0f} ({min(figures):,.0f} to {max(figures):,.0f})"
+        return [probe.getsockname()[1] for probe in probes]
 
 
 if __name__ == "__main__":

@@ -22,9 +22,7 @@ import uvloop
 from bench.micro.lean_client import LeanConnection
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.router.engines.handshake import channel_trust
 from pagoda_server.router.engines.transport import EngineLink, transport_to
-from pagoda_server.settings import ServeConfig
 
 PROMPT_LEN = 8
 STEADY_TOKENS = 1 << 20  # more than a stream reaches
@@ -189,22 +187,15 @@ def _prompt() -> list[int]:
 # -- of an engine's channel -----------------------------------------------------------------------------------------
 
 
-def read_channel(
-    pipe: Connection, address: str, streams: float, arrivals: Arrivals, guards: ServeConfig | None = None
-) -> None:
-    """Read streams from the channel, as `read_streams` does, with all streams in one list.
-
-    guards  a router's settings with the certificates of the channel; None: there are none
-    """
-    uvloop.run(_read_channel(pipe, address, int(streams), arrivals, guards))
+def read_channel(pipe: Connection, address: str, streams: float, arrivals: Arrivals) -> None:
+    """Read streams from the channel, as `read_streams` does, with all streams in one list."""
+    uvloop.run(_read_channel(pipe, address, int(streams), arrivals))
 
 
-async def _read_channel(
-    pipe: Connection, address: str, streams: int, arrivals: Arrivals, guards: ServeConfig | None
-) -> None:
+async def _read_channel(pipe: Connection, address: str, streams: int, arrivals: Arrivals) -> None:
     times: list[float] = []
     tokens: list[int] = []
-    async with _link_to(address, guards) as link:
+    async with _link_to(address) as link:
         await link.write(_submit(1, streams, STEADY_TOKENS))
         while not pipe.poll():
             message = await _next(link)
@@ -217,19 +208,15 @@ async def _read_channel(
     arrivals.tokens.append(tokens)
 
 
-def ask_channel_alone(
-    pipe: Connection, address: str, pause_s: float, arrivals: Arrivals, guards: ServeConfig | None = None
-) -> None:
+def ask_channel_alone(pipe: Connection, address: str, pause_s: float, arrivals: Arrivals) -> None:
     """Send short requests on the channel, as `ask_alone` does."""
     _go_first()
-    uvloop.run(_ask_channel_alone(pipe, address, pause_s, arrivals, guards))
+    uvloop.run(_ask_channel_alone(pipe, address, pause_s, arrivals))
 
 
-async def _ask_channel_alone(
-    pipe: Connection, address: str, pause_s: float, arrivals: Arrivals, guards: ServeConfig | None
-) -> None:
+async def _ask_channel_alone(pipe: Connection, address: str, pause_s: float, arrivals: Arrivals) -> None:
     number = 0
-    async with _link_to(address, guards) as link:
+    async with _link_to(address) as link:
         pipe.send("started")
         while not pipe.poll():
             number += 1
@@ -243,8 +230,8 @@ async def _ask_channel_alone(
 
 
 @contextlib.asynccontextmanager
-async def _link_to(address: str, guards: ServeConfig | None) -> Any:
-    transport = transport_to(address, channel_trust(guards) if guards else None)
+async def _link_to(address: str) -> Any:
+    transport = transport_to(address)
     link = await transport.connect()
     try:
         await _next(link)  # hello

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from pagoda_server.channel.address import host_of
 from pagoda_server.cli.certs import Authority
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.router.engines import channel as engine_channel
+from pagoda_server.router.engines import handshake
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.handshake import channel_trust
 from pagoda_server.runtime.channel_trust import ChannelTrust
@@ -66,7 +68,8 @@ class Fleet:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     """A fleet beside which there is another one, in `other`, whose token is in `other-token`."""
     made = Fleet(tmp_path_factory.mktemp("fleet"))
-    Authority(made.folder / "other", days=1).add(["engine"])
+    for folder in (made.folder, made.folder / "other"):
+        Authority(folder, days=1).add(["engine"])
     (made.folder / "token").write_text("of the fleet\n")
     (made.folder / "other-token").write_text("of another\n")
     return made
@@ -193,6 +196,15 @@ async def test_an_engine_without_tls_is_named_to_a_router_that_has_it(
     with fleet.engine(address):
         async with connecting(address, trust(*fleet.certificates("router"))):
             await until(lambda: "it does not use TLS: start it with --channel-tls-cert" in caplog.text)
+
+
+async def test_what_does_not_answer_a_handshake_is_away(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with connecting(f"127.0.0.1:{silent.getsockname()[1]}", trust(*fleet.certificates("router"))):
+            await until(lambda: "no answer to a TLS handshake within 1 s" in caplog.text)
 
 
 async def test_certificates_that_have_expired_are_named_on_either_end(
