@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 
 STRIDE = 64  # tokens
 
 
-def first_key(salt: bytes) -> int:
-    """Return where the keys of prompts with this salt start. Prompts of different salts never share a key."""
-    return int.from_bytes(blake2b(salt, digest_size=8).digest(), "little")
+def chain_root(salt: str) -> bytes:
+    """Return where the addresses of a prompt's blocks start. Prompts of different salts never share an address."""
+    return sha256(salt.encode()).digest()
+
+
+def first_key(root: bytes) -> int:
+    """Return where the stride keys of prompts with this chain_root start."""
+    return int.from_bytes(root[:8], "little")
 
 
 def stride_keys(previous: int, tokens: Sequence[int]) -> list[int]:

@@ -126,7 +126,7 @@ class Request:
     tenant         the client on whose behalf it is computed; "" is a tenant like any other
     ttft_s         target for the time from arrival to the first token; math.inf for none
     tpot_s         target for the mean time of each token after the first; math.inf for none
-    cache_root     where the addresses of its blocks start (engine/kv/blocks.py: chain_root)
+    cache_root     where the addresses of its blocks start (channel/strides.py: chain_root)
     request_id     the client's name for it
     shares_prompt  it has several sequences: the first computes the prompt for all
     readout        what else is wanted of the prompt; None: nothing
@@ -196,10 +196,11 @@ class BlockTable(list[int]):
     quota          blocks that all of `windows` may hold at once
     hashes         addresses of the full blocks that were hashed so far; kept while the sequence holds no blocks
     num_published  leading blocks that are shared or can be found by other sequences; they are never written to
+    strides        stride keys of leading tokens (engine/kv/cached_strides.py), as far as they were computed
     num_committed  leading tokens that committed steps computed; 0 until the first one since the sequence started
     """
 
-    __slots__ = ("hashes", "num_committed", "num_published", "quota", "windows")
+    __slots__ = ("hashes", "num_committed", "num_published", "quota", "strides", "windows")
 
     def __init__(
         self,
@@ -214,6 +215,7 @@ class BlockTable(list[int]):
         self.quota = quota
         self.hashes = [] if hashes is None else hashes
         self.num_published = num_published
+        self.strides: list[int] = []
         self.num_committed = 0
 
 

@@ -152,6 +152,7 @@ class StepOutput:
     """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends.
 
     readings  sequence id and what was read from its prompt; `hidden` is the whole vector here
+    cached    stride keys, with whether the prefix cache holds them now; empty while no router follows it
     """
 
     sequences: list[int] = field(default_factory=list)
@@ -160,6 +161,7 @@ class StepOutput:
     moves: list[Move] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
     readings: list[tuple[int, Reading]] = field(default_factory=list)
+    cached: dict[int, bool] = field(default_factory=dict)
 
     def add(self, id: int, token: int, logprobs: TokenLogprobs | None) -> None:
         self.sequences.append(id)
@@ -169,7 +171,7 @@ class StepOutput:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send to a router."""
-        return not self.tokens and not self.ended and not self.readings
+        return not self.tokens and not self.ended and not self.readings and not self.cached
 
 
 @dataclass(slots=True)

@@ -19,19 +19,14 @@ import hashlib
 from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 STRETCH_TOKENS = 32  # longer ones made decodes' attention hardly faster
 _MAX_HOT = 0.8  # of all blocks: what was once hot and is no longer wanted must not keep everything else out
 
 
-def chain_root(salt: str) -> bytes:
-    """Return where the chain of a prompt with this salt starts. Prompts of different salts never share an address."""
-    return hashlib.sha256(salt.encode()).digest()
-
-
 def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """Return a block's address: it stands for its tokens and, through `previous`, for all tokens since `chain_root`.
+    """Return a block's address: it stands for its tokens and, through `previous`, for all tokens since the root.
 
     SHA-256, not Python's hash, because a prompt that collided with another tenant's would read its cache.
     """
@@ -62,6 +57,7 @@ class BlockPool:
         self._most_ahead = num_blocks // 32 if self._free.stretch > 1 else 0
         self._evictable = EvictionOrder(num_blocks)
         self._evicted: dict[int, bytes] | None = None  # see remember_evicted
+        self.on_forget: Callable[[bytes], None] | None = None  # called with an address that finds nothing any more
         self.num_pledged = 0  # blocks that are not referenced, but may only be drawn: see windows.py
 
     def remember_evicted(self) -> dict[int, bytes]:
@@ -189,6 +185,9 @@ class BlockPool:
         self._evictable.clear()
         for block in self._block_of.values():
             self._hash_of[block] = None
+        if self.on_forget is not None:
+            for block_hash in self._block_of:
+                self.on_forget(block_hash)
         self._block_of.clear()
         return flushed
 
@@ -208,6 +207,8 @@ class BlockPool:
         self._free.add((block,))
         if self._evicted is not None:
             self._evicted[block] = block_hash
+        if self.on_forget is not None:
+            self.on_forget(block_hash)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless free + evictable + referenced == total and references are the tables' own."""

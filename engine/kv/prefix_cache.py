@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..core.sequence import Sequence, WindowTable
 from .blocks import BlockPool, chain_hash, chain_hashes
+from .cached_strides import CachedStrides
 from .windows import Windows
 
 LEAST_BLOCK_SIZE = 8  # what a prompt shares of a smaller block takes less time to compute than to find and copy
@@ -64,6 +65,7 @@ class PrefixCache:
         self._pool = pool
         self._enabled = enabled
         self._windows = windows
+        self._strides: CachedStrides | None = None
         self._heads = BlockHeads(pool) if pool.block_size >= LEAST_BLOCK_SIZE and not windows else None
 
     def match(self, seq: Sequence) -> Prefix:
@@ -117,6 +119,17 @@ class PrefixCache:
                 if index >= window.first:
                     self._pool.publish(window[index], _address(address, group))
         table.num_published = full
+        if self._strides is not None:
+            self._strides.published(seq, full)
+
+    def watch(self) -> None:
+        """Note from now on what is cached and what is no longer."""
+        if self._enabled and self._strides is None:
+            self._strides = CachedStrides(self._pool)
+
+    def take_changes(self) -> dict[int, bool]:
+        """Return what has changed since the last call: stride keys, with whether they are cached now."""
+        return self._strides.take_changes() if self._strides is not None else {}
 
     def publish_begun(self, seq: Sequence) -> None:
         """Let sequences that continue this one, which is about to end, find the block that it has begun."""

@@ -58,11 +58,16 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchCache:
+    """From now on each step's output says what the prefix cache holds and no longer holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     pass
 
 
-Message = Add | Abort | FlushCache | TakeTrace | Ping | Stop
+Message = Add | Abort | FlushCache | TakeTrace | Ping | WatchCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ class LoadSnapshot:
     step_s: float
     tenants: TenantTable
     host: HostLoad = field(default_factory=HostLoad)
+    uncomputed_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
 
 
 class Outbox(Protocol):
@@ -186,6 +193,8 @@ class EngineLoop(threading.Thread):
                 reply_trace(self._steps.trace.take(last_s))
             case Ping(reply_ping):
                 reply_ping()
+            case WatchCache():
+                self._scheduler.watch_cache()
             case Stop():
                 self._stopping = True
 
@@ -209,4 +218,6 @@ class EngineLoop(threading.Thread):
             step_s=self._steps.step_s,
             tenants=scheduler.tenants.table(scheduler.running),
             host=scheduler.host.load(),
+            uncomputed_tokens=scheduler.num_uncomputed,
+            prefill_tokens_per_s=scheduler.costs.prefill_tokens_per_s,
         )

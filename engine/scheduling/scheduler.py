@@ -47,6 +47,7 @@ from ..kv.blocks import BlockPool
 from ..kv.host_blocks import HostBlocks
 from ..kv.windows import Windows, longest_held
 from ..timing.cost_model import CostModel
+from .backlog import Backlog
 from .expiry import Deadlines
 from .pacing import Pacing
 from .policies import POLICIES
@@ -107,6 +108,7 @@ class Scheduler:
         self.host = HostBlocks(num_host_blocks, pool, self.costs, caches=prefix_caching and not apart)
         self._capacity = longest_held(pool.num_blocks, [None, *apart], token_budget, pool.block_size)
         self._tables = BlockTables(pool, prefix_caching, self.host, Windows(pool, apart, token_budget))
+        self._backlog = Backlog(clock, self._tables.num_cached)
         self._deadlines = Deadlines(self.costs, self._tables.num_cached)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
@@ -143,6 +145,15 @@ class Scheduler:
     def flush_cache(self) -> int:
         self.host.flush()
         return self.pool.flush()
+
+    def watch_cache(self) -> None:
+        """Report in each output, from now on, what the prefix cache holds and no longer holds."""
+        self._tables.prefixes.watch()
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Prompt tokens that no cache holds, of all sequences; an estimate that is at most a quarter second old."""
+        return self._backlog.tokens(self.running, self.waiting)
 
     @property
     def next_deadline(self) -> float:
@@ -230,6 +241,7 @@ class Scheduler:
     def take_output(self) -> StepOutput:
         """Return what has happened since the last call."""
         output, self._output = self._output, StepOutput()
+        output.cached = self._tables.prefixes.take_changes()
         return output
 
     # -- the parts of a step ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
 
+from ...channel.strides import chain_root
 from ...settings.request import (
     MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
@@ -28,7 +29,6 @@ from ...settings.sampling import LOGIT_BIAS, PARAMETERS
 from ..core.guarded_mask import GuardedMask
 from ..core.sequence import Account, EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
 from ..core.step import Counters, Ended, Hold, Reading, TokenLogprobs
-from ..kv.blocks import chain_root
 from ..loop.loop import LoadSnapshot
 from ..loop.step_trace import Move, MoveKind, Step, TraceSnapshot
 from ..scheduling.tenants import TenantTable
@@ -312,6 +312,8 @@ def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
         host_cached_tokens=load.host.hit_tokens,
         saved_tokens=load.host.saved_tokens,
         loaded_tokens=load.host.loaded_tokens,
+        uncomputed_tokens=load.uncomputed_tokens,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
         **{name: getattr(load.counters, name) for name in _COUNTED},
     )
 

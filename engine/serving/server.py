@@ -25,6 +25,7 @@ from ..core.step import Ended, StepOutput
 from ..loop import loop as engine_loop
 from ..loop.step_trace import TraceSnapshot
 from ..scheduling.tenants import TenantTable
+from .cache_feed import CacheFeed, Follower
 from .codec import (
     InvalidMessage,
     PendingOutput,
@@ -74,6 +75,7 @@ class Connection:
         self.owes_pong = False
         self.takes_goodbye = False  # the router has announced that it knows it
         self.owes_goodbye = False
+        self.cache: Follower | None = None  # if it follows the prefix cache
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
@@ -146,6 +148,7 @@ class EngineServer:
         self._routes: dict[int, tuple[Connection, int]] = {}  # our sequence id → router, its number
         self._connections: set[Connection] = set()
         self._load: engine_loop.LoadSnapshot | None = None  # as of the last step
+        self._feed = CacheFeed()
         self._make_grammars = make_grammars
         self._grammars: Grammars | None = None
         self._making = threading.Lock()  # one of them
@@ -187,6 +190,7 @@ class EngineServer:
                 del connection.ids[number]
                 connection.pending.ended.append((number, ended))
         self._load = load
+        self._feed.add(output.cached)
         for connection in self._connections:
             connection.report(load)
 
@@ -238,6 +242,8 @@ class EngineServer:
                 case "ping":
                     self._note_ping(connection, message.ping)
                     self._put(engine_loop.Ping(lambda: self._reply_ping(connection)))
+                case "follow_cache":
+                    self._follow_cache(connection)
                 case _:
                     raise InvalidMessage("it sent a message without content")
             await asyncio.sleep(0)  # a router that sends without a pause shares the event loop with others
@@ -407,6 +413,13 @@ class EngineServer:
 
         self._soon(reply)
 
+    def _follow_cache(self, connection: Connection) -> None:
+        if connection.cache is not None:
+            connection.cache.restart()
+            return
+        connection.cache = self._feed.follow(connection.wake.set)
+        self._put(engine_loop.WatchCache())
+
     def _take_trace(self, connection: Connection, take: engine_pb2.TakeTrace) -> None:
         def reply(snapshot: TraceSnapshot) -> None:
             self._soon(write, snapshot)
@@ -425,7 +438,7 @@ class EngineServer:
             except TimeoutError:
                 raise TimeoutError(f"it took no message for {STALL_TIMEOUT_S:.0f} s") from None
 
-        await write(connection.message(hello=self._info, answers_pings=True))
+        await write(connection.message(hello=self._info, answers_pings=True, follows_cache=True))
         connection.link = link
         while True:
             await connection.wake.wait()
@@ -441,6 +454,10 @@ class EngineServer:
             while connection.flushed:
                 freed_blocks = connection.flushed.pop(0)
                 await write(connection.message(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks)))
+            if connection.cache is not None and (news := connection.cache.take()) is not None:
+                is_delta = isinstance(news, engine_pb2.CacheDelta)
+                await write(connection.message(**{"cache_delta" if is_delta else "cache_snapshot": news}))
+                connection.wake.set()
             if connection.traces:  # one part at a time: tokens do not wait for a whole trace
                 if (part := next(connection.traces[0], None)) is None:
                     del connection.traces[0]
@@ -451,6 +468,8 @@ class EngineServer:
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
         connection.close()
+        if connection.cache is not None:
+            self._feed.leave(connection.cache)
         self._abort(list(connection.ids.values()))
         for id in connection.ids.values():
             del self._routes[id]

@@ -130,6 +130,12 @@ class CostModel:
         return self._steps.predict(StepLoad.of(count, num_keys))
 
     @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens that steps full of them compute in a second; 0 before the first step."""
+        seconds = self._steps.predict(StepLoad.of_chunk(0, self._token_budget))
+        return self._token_budget / seconds if seconds > 0 else 0.0
+
+    @property
     def wait_s(self) -> float | None:
         """How much longer a step takes that is launched only after the one before is committed, where others overlap.
 

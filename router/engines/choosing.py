@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from pagoda.engine.v1 import engine_pb2
 
-from ...channel.strides import STRIDE, first_key, stride_keys
+from ...channel.strides import STRIDE, chain_root, first_key, stride_keys
 from ...settings.router import ChoiceName
 
 HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one engine: as long as most system prompts
@@ -59,7 +59,7 @@ class Asked:
         if self.salt is None:
             return []
         tokens = self.prompt if num_strides is None else self.prompt[: num_strides * STRIDE]
-        return stride_keys(first_key(self.salt.encode()), tokens)
+        return stride_keys(first_key(chain_root(self.salt)), tokens)
 
 
 class Chooser(Protocol):

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, TypedDict, Unpack
 
+from pagoda_server.channel.strides import chain_root
 from pagoda_server.engine.core.guarded_mask import GuardedMask
 from pagoda_server.engine.core.layer_groups import LayerGroups
 from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
 from pagoda_server.engine.drafting import Speculation
-from pagoda_server.engine.kv.blocks import BlockPool, chain_root
+from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
 from pagoda_server.engine.runners.synthetic import HIDDEN_SIZE, SyntheticRunner, advance, expected_tokens

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda_server.engine.kv.blocks import BlockPool, chain_hash, chain_root
+from pagoda_server.channel.strides import chain_root
+from pagoda_server.engine.kv.blocks import BlockPool, chain_hash
 
 
 def chain(*blocks: list[int], salt: str = "") -> list[bytes]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda_server.channel.strides import STRIDE, first_key, stride_keys
+from pagoda_server.channel.strides import STRIDE, chain_root, first_key, stride_keys
 from pagoda_server.router.engines.choosing import HASHED_STRIDES, Asked, ByHash
 
 
@@ -28,18 +28,18 @@ def prompts(count: int, length: int = 6000) -> list[list[int]]:
 
 
 def test_a_key_stands_for_all_tokens_up_to_its_stride() -> None:
-    keys = stride_keys(first_key(b""), range(3 * STRIDE + 1))
+    keys = stride_keys(first_key(chain_root("")), range(3 * STRIDE + 1))
     assert len(set(keys)) == 3
-    assert stride_keys(first_key(b""), range(STRIDE)) == keys[:1]
+    assert stride_keys(first_key(chain_root("")), range(STRIDE)) == keys[:1]
     assert stride_keys(keys[0], range(STRIDE, 3 * STRIDE)) == keys[1:]
-    assert not set(stride_keys(first_key(b"salt"), range(3 * STRIDE))) & set(keys)
-    assert stride_keys(first_key(b""), range(STRIDE - 1)) == []
+    assert not set(stride_keys(first_key(chain_root("salt")), range(3 * STRIDE))) & set(keys)
+    assert stride_keys(first_key(chain_root("")), range(STRIDE - 1)) == []
 
 
 def test_a_request_has_keys_unless_it_bypasses_the_cache() -> None:
     submit = engine_pb2.Submit(prompt=range(200), cache={"salt": "a"})
-    assert Asked.of(submit).keys() == stride_keys(first_key(b"a"), range(200))
-    assert Asked.of(submit, list(range(200))).keys(1) == stride_keys(first_key(b"a"), range(64))
+    assert Asked.of(submit).keys() == stride_keys(first_key(chain_root("a")), range(200))
+    assert Asked.of(submit, list(range(200))).keys(1) == stride_keys(first_key(chain_root("a")), range(64))
     submit.cache.bypass = True
     assert Asked.of(submit).keys() == []
 

@@ -19,7 +19,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file pagoda/v1/control.proto.
  */
 export const file_pagoda_v1_control: GenFile = /*@__PURE__*/
-  fileDesc("ChdwYWdvZGEvdjEvY29udHJvbC5wcm90bxIJcGFnb2RhLnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IpoCCgpTZXJ2ZXJJbmZvEg8KB3ZlcnNpb24YASABKAkSDQoFbW9kZWwYAiABKAkSJQoFc3RhdGUYAyABKA4yFi5wYWdvZGEudjEuU2VydmVyU3RhdGUSKAoHZW5naW5lcxgEIAMoCzIXLnBhZ29kYS52MS5FbmdpbmVTdGF0dXMSIQoGbGltaXRzGAUgASgLMhEucGFnb2RhLnYxLkxpbWl0cxIQCgh1cHRpbWVfcxgGIAEoARI1CghzZXR0aW5ncxgHIAMoCzIjLnBhZ29kYS52MS5TZXJ2ZXJJbmZvLlNldHRpbmdzRW50cnkaLwoNU2V0dGluZ3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBInwKDEVuZ2luZVN0YXR1cxIOCgZlbmdpbmUYASABKA0SJQoFc3RhdGUYAiABKA4yFi5wYWdvZGEudjEuRW5naW5lU3RhdGUSEAoIcmVzdGFydHMYAyABKA0SIwoEaW5mbxgEIAEoCzIVLnBhZ29kYS52MS5FbmdpbmVJbmZvIqUDCgpFbmdpbmVJbmZvEg0KBWVwb2NoGAEgASgEEg0KBW1vZGVsGAIgASgJEhQKDGFyY2hpdGVjdHVyZRgDIAEoCRIOCgZkZXZpY2UYBCABKAkSDQoFZHR5cGUYBSABKAkSFgoOa2VybmVsX2JhY2tlbmQYBiABKAkSEgoKdm9jYWJfc2l6ZRgHIAEoDRIVCg1tYXhfbW9kZWxfbGVuGAggASgNEhQKDG1heF9udW1fc2VxcxgJIAEoDRIUCgx0b2tlbl9idWRnZXQYCiABKA0SKAoIa3ZfY2FjaGUYCyABKAsyFi5wYWdvZGEudjEuS3ZDYWNoZUluZm8SFAoMd2VpZ2h0X2J5dGVzGAwgASgEEhgKEHRva2VuaXplcl9zaGEyNTYYDSABKAkSNQoIc2V0dGluZ3MYDiADKAsyIy5wYWdvZGEudjEuRW5naW5lSW5mby5TZXR0aW5nc0VudHJ5EhMKC2hpZGRlbl9zaXplGA8gASgNGi8KDVNldHRpbmdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASKUAQoLS3ZDYWNoZUluZm8SEgoKYmxvY2tfc2l6ZRgBIAEoDRISCgpudW1fYmxvY2tzGAIgASgNEhcKD2J5dGVzX3Blcl90b2tlbhgDIAEoBBIXCg9ieXRlc19wZXJfYmxvY2sYBCABKAQSEwoLdG90YWxfYnl0ZXMYBSABKAQSFgoOdG9rZW5fY2FwYWNpdHkYBiABKAQi6AEKBkxpbWl0cxIUCgxtYXhfcmVxdWVzdHMYASABKA0SGQoRbWF4X3F1ZXVlZF90b2tlbnMYAiABKAQSGQoRbWF4X21lc3NhZ2VfYnl0ZXMYAyABKA0SFgoObWF4X3RleHRfYnl0ZXMYBCABKA0SDQoFbWF4X24YBSABKA0SFAoMbWF4X2xvZ3Byb2JzGAYgASgNEhgKEG1heF9zdG9wX3N0cmluZ3MYByABKA0SEQoJbWF4X3Rvb2xzGAggASgNEhQKDG1heF9tZXNzYWdlcxgJIAEoDRISCgptYXhfZmllbGRzGAogASgNIhMKEUxpc3RNb2RlbHNSZXF1ZXN0IjoKEkxpc3RNb2RlbHNSZXNwb25zZRIkCgZtb2RlbHMYASADKAsyFC5wYWdvZGEudjEuTW9kZWxJbmZvIq4CCglNb2RlbEluZm8SDAoEbmFtZRgBIAEoCRIUCgxhcmNoaXRlY3R1cmUYAiABKAkSEgoKdm9jYWJfc2l6ZRgDIAEoDRIVCg1tYXhfbW9kZWxfbGVuGAQgASgNEhUKDWVvc190b2tlbl9pZHMYBSADKA0SKwoMY2FwYWJpbGl0aWVzGAYgAygOMhUucGFnb2RhLnYxLkNhcGFiaWxpdHkSFwoPdGVtcGxhdGVfa3dhcmdzGAcgAygJEjEKFHJlY29tbWVuZGVkX3NhbXBsaW5nGAggASgLMhMucGFnb2RhLnYxLlNhbXBsaW5nEhMKC3Rvb2xfZm9ybWF0GAkgASgJEhgKEHJlYXNvbmluZ19mb3JtYXQYCiABKAkSEwoLaGlkZGVuX3NpemUYCyABKA0iEAoOR2V0TG9hZFJlcXVlc3QiOgoQV2F0Y2hMb2FkUmVxdWVzdBIXCgppbnRlcnZhbF9zGAEgASgBSACIAQFCDQoLX2ludGVydmFsX3MilgEKBExvYWQSEAoIcmVxdWVzdHMYASABKA0SFwoPcmVzZXJ2ZWRfdG9rZW5zGAIgASgEEiYKB2VuZ2luZXMYAyADKAsyFS5wYWdvZGEudjEuRW5naW5lTG9hZBImCgd0ZW5hbnRzGAQgAygLMhUucGFnb2RhLnYxLlRlbmFudExvYWQSEwoLbnVtX3RlbmFudHMYBSABKA0ipgUKCkVuZ2luZUxvYWQSDgoGZW5naW5lGAEgASgNEg8KB3dhaXRpbmcYAiABKA0SDwoHcnVubmluZxgDIAEoDRIUCgxibG9ja3NfdG90YWwYBCABKA0SEwoLYmxvY2tzX2ZyZWUYBSABKA0SGAoQYmxvY2tzX2V2aWN0YWJsZRgGIAEoDRIZChFibG9ja3NfcmVmZXJlbmNlZBgHIAEoDRIQCghrdl9zbG90cxgIIAEoBBIXCg9rdl9zbG90c191bnVzZWQYCSABKAQSEAoIa3Zfd2FzdGUYCiABKAESGQoRaG9zdF9ibG9ja3NfdG90YWwYCyABKA0SGAoQaG9zdF9ibG9ja3NfdXNlZBgMIAEoDRIWCg5zdGVwX3NlcXVlbmNlcxgNIAEoDRITCgtzdGVwX3Rva2VucxgOIAEoDRITCgtzdGVwX3RpbWVfcxgPIAEoARINCgVzdGVwcxgQIAEoBBIVCg1wcm9tcHRfdG9rZW5zGBEgASgEEhUKDWNhY2hlZF90b2tlbnMYEiABKAQSFwoPcHJlZml4X2hpdF9yYXRlGBMgASgBEhUKDW91dHB1dF90b2tlbnMYFCABKAQSEwoLcHJlZW1wdGlvbnMYFSABKAQSGAoQcHJlZW1wdGVkX3Rva2VucxgWIAEoBBIZChFyZWNvbXB1dGVkX3Rva2VucxgXIAEoBBIWCg5kcm9wcGVkX3Rva2VucxgYIAEoBBIUCgxzYXZlZF90b2tlbnMYGSABKAQSFQoNbG9hZGVkX3Rva2VucxgaIAEoBBIOCgZkcmFmdHMYGyABKAQSFgoOZHJhZnRlZF90b2tlbnMYHCABKAQSFwoPYWNjZXB0ZWRfdG9rZW5zGB0gASgEEhUKDWZvcmNlZF90b2tlbnMYHiABKAQidAoKVGVuYW50TG9hZBIMCgRuYW1lGAEgASgJEg8KB3dhaXRpbmcYAiABKA0SDwoHcnVubmluZxgDIAEoDRIPCgdzZXJ2aWNlGAQgASgEEhYKDnJlY2VudF9zZXJ2aWNlGAUgASgEEg0KBXNoYXJlGAYgASgBKpkBCgtTZXJ2ZXJTdGF0ZRIcChhTRVJWRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIZChVTRVJWRVJfU1RBVEVfU1RBUlRJTkcQARIYChRTRVJWRVJfU1RBVEVfU0VSVklORxACEhwKGFNFUlZFUl9TVEFURV9VTkFWQUlMQUJMRRADEhkKFVNFUlZFUl9TVEFURV9EUkFJTklORxAEKnsKC0VuZ2luZVN0YXRlEhwKGEVOR0lORV9TVEFURV9VTlNQRUNJRklFRBAAEhgKFEVOR0lORV9TVEFURV9MT0FESU5HEAESFgoSRU5HSU5FX1NUQVRFX1JFQURZEAISHAoYRU5HSU5FX1NUQVRFX1VOQVZBSUxBQkxFEAMqrwEKCkNhcGFiaWxpdHkSGgoWQ0FQQUJJTElUWV9VTlNQRUNJRklFRBAAEhcKE0NBUEFCSUxJVFlfR0VORVJBVEUQARITCg9DQVBBQklMSVRZX0NIQVQQAhIUChBDQVBBQklMSVRZX1RPT0xTEAMSFAoQQ0FQQUJJTElUWV9FTUJFRBAEEhQKEENBUEFCSUxJVFlfU0NPUkUQBRIVChFDQVBBQklMSVRZX0dVSURFRBAGMt0CCgdDb250cm9sEkcKDUdldFNlcnZlckluZm8SHy5wYWdvZGEudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaFS5wYWdvZGEudjEuU2VydmVySW5mbxJJCgpMaXN0TW9kZWxzEhwucGFnb2RhLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gh0ucGFnb2RhLnYxLkxpc3RNb2RlbHNSZXNwb25zZRI1CgdHZXRMb2FkEhkucGFnb2RhLnYxLkdldExvYWRSZXF1ZXN0Gg8ucGFnb2RhLnYxLkxvYWQSOwoJV2F0Y2hMb2FkEhsucGFnb2RhLnYxLldhdGNoTG9hZFJlcXVlc3QaDy5wYWdvZGEudjEuTG9hZDABEkoKDEdldFN0ZXBUcmFjZRIeLnBhZ29kYS52MS5HZXRTdGVwVHJhY2VSZXF1ZXN0GhgucGFnb2RhLnYxLlN0ZXBUcmFjZVBhcnQwAUI/CglwYWdvZGEudjFQAVokcGFnb2RhL2NsaWVudHMvZ28vcGFnb2RhL3YxO3BhZ29kYXYxqgIJUGFnb2RhLlYxYgZwcm90bzM", [file_pagoda_v1_inference, file_pagoda_v1_trace]);
+  fileDesc("ChdwYWdvZGEvdjEvY29udHJvbC5wcm90bxIJcGFnb2RhLnYxIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IpoCCgpTZXJ2ZXJJbmZvEg8KB3ZlcnNpb24YASABKAkSDQoFbW9kZWwYAiABKAkSJQoFc3RhdGUYAyABKA4yFi5wYWdvZGEudjEuU2VydmVyU3RhdGUSKAoHZW5naW5lcxgEIAMoCzIXLnBhZ29kYS52MS5FbmdpbmVTdGF0dXMSIQoGbGltaXRzGAUgASgLMhEucGFnb2RhLnYxLkxpbWl0cxIQCgh1cHRpbWVfcxgGIAEoARI1CghzZXR0aW5ncxgHIAMoCzIjLnBhZ29kYS52MS5TZXJ2ZXJJbmZvLlNldHRpbmdzRW50cnkaLwoNU2V0dGluZ3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIooBCgxFbmdpbmVTdGF0dXMSDgoGZW5naW5lGAEgASgNEiUKBXN0YXRlGAIgASgOMhYucGFnb2RhLnYxLkVuZ2luZVN0YXRlEhAKCHJlc3RhcnRzGAMgASgNEiMKBGluZm8YBCABKAsyFS5wYWdvZGEudjEuRW5naW5lSW5mbxIMCgRuYW1lGAUgASgJIoUECgpFbmdpbmVJbmZvEg0KBWVwb2NoGAEgASgEEg0KBW1vZGVsGAIgASgJEhQKDGFyY2hpdGVjdHVyZRgDIAEoCRIOCgZkZXZpY2UYBCABKAkSDQoFZHR5cGUYBSABKAkSFgoOa2VybmVsX2JhY2tlbmQYBiABKAkSEgoKdm9jYWJfc2l6ZRgHIAEoDRIVCg1tYXhfbW9kZWxfbGVuGAggASgNEhQKDG1heF9udW1fc2VxcxgJIAEoDRIUCgx0b2tlbl9idWRnZXQYCiABKA0SKAoIa3ZfY2FjaGUYCyABKAsyFi5wYWdvZGEudjEuS3ZDYWNoZUluZm8SFAoMd2VpZ2h0X2J5dGVzGAwgASgEEhgKEHRva2VuaXplcl9zaGEyNTYYDSABKAkSNQoIc2V0dGluZ3MYDiADKAsyIy5wYWdvZGEudjEuRW5naW5lSW5mby5TZXR0aW5nc0VudHJ5EhMKC2hpZGRlbl9zaXplGA8gASgNEhsKE3dlaWdodHNfZmluZ2VycHJpbnQYECABKAkSJwoJcHJlY2lzaW9uGBEgASgLMhQucGFnb2RhLnYxLlByZWNpc2lvbhIYChBwcm90b2NvbF92ZXJzaW9uGBIgASgNGi8KDVNldHRpbmdzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJXCglQcmVjaXNpb24SDwoHd2VpZ2h0cxgBIAEoCRINCgVkdHlwZRgCIAEoCRIQCghrdl9jYWNoZRgDIAEoCRIYChBpc19kZXRlcm1pbmlzdGljGAQgASgIIpQBCgtLdkNhY2hlSW5mbxISCgpibG9ja19zaXplGAEgASgNEhIKCm51bV9ibG9ja3MYAiABKA0SFwoPYnl0ZXNfcGVyX3Rva2VuGAMgASgEEhcKD2J5dGVzX3Blcl9ibG9jaxgEIAEoBBITCgt0b3RhbF9ieXRlcxgFIAEoBBIWCg50b2tlbl9jYXBhY2l0eRgGIAEoBCLoAQoGTGltaXRzEhQKDG1heF9yZXF1ZXN0cxgBIAEoDRIZChFtYXhfcXVldWVkX3Rva2VucxgCIAEoBBIZChFtYXhfbWVzc2FnZV9ieXRlcxgDIAEoDRIWCg5tYXhfdGV4dF9ieXRlcxgEIAEoDRINCgVtYXhfbhgFIAEoDRIUCgxtYXhfbG9ncHJvYnMYBiABKA0SGAoQbWF4X3N0b3Bfc3RyaW5ncxgHIAEoDRIRCgltYXhfdG9vbHMYCCABKA0SFAoMbWF4X21lc3NhZ2VzGAkgASgNEhIKCm1heF9maWVsZHMYCiABKA0iEwoRTGlzdE1vZGVsc1JlcXVlc3QiOgoSTGlzdE1vZGVsc1Jlc3BvbnNlEiQKBm1vZGVscxgBIAMoCzIULnBhZ29kYS52MS5Nb2RlbEluZm8irgIKCU1vZGVsSW5mbxIMCgRuYW1lGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRISCgp2b2NhYl9zaXplGAMgASgNEhUKDW1heF9tb2RlbF9sZW4YBCABKA0SFQoNZW9zX3Rva2VuX2lkcxgFIAMoDRIrCgxjYXBhYmlsaXRpZXMYBiADKA4yFS5wYWdvZGEudjEuQ2FwYWJpbGl0eRIXCg90ZW1wbGF0ZV9rd2FyZ3MYByADKAkSMQoUcmVjb21tZW5kZWRfc2FtcGxpbmcYCCABKAsyEy5wYWdvZGEudjEuU2FtcGxpbmcSEwoLdG9vbF9mb3JtYXQYCSABKAkSGAoQcmVhc29uaW5nX2Zvcm1hdBgKIAEoCRITCgtoaWRkZW5fc2l6ZRgLIAEoDSIQCg5HZXRMb2FkUmVxdWVzdCI6ChBXYXRjaExvYWRSZXF1ZXN0EhcKCmludGVydmFsX3MYASABKAFIAIgBAUINCgtfaW50ZXJ2YWxfcyKWAQoETG9hZBIQCghyZXF1ZXN0cxgBIAEoDRIXCg9yZXNlcnZlZF90b2tlbnMYAiABKAQSJgoHZW5naW5lcxgDIAMoCzIVLnBhZ29kYS52MS5FbmdpbmVMb2FkEiYKB3RlbmFudHMYBCADKAsyFS5wYWdvZGEudjEuVGVuYW50TG9hZBITCgtudW1fdGVuYW50cxgFIAEoDSKlBgoKRW5naW5lTG9hZBIOCgZlbmdpbmUYASABKA0SDwoHd2FpdGluZxgCIAEoDRIPCgdydW5uaW5nGAMgASgNEhQKDGJsb2Nrc190b3RhbBgEIAEoDRITCgtibG9ja3NfZnJlZRgFIAEoDRIYChBibG9ja3NfZXZpY3RhYmxlGAYgASgNEhkKEWJsb2Nrc19yZWZlcmVuY2VkGAcgASgNEhAKCGt2X3Nsb3RzGAggASgEEhcKD2t2X3Nsb3RzX3VudXNlZBgJIAEoBBIQCghrdl93YXN0ZRgKIAEoARIZChFob3N0X2Jsb2Nrc190b3RhbBgLIAEoDRIYChBob3N0X2Jsb2Nrc191c2VkGAwgASgNEhYKDnN0ZXBfc2VxdWVuY2VzGA0gASgNEhMKC3N0ZXBfdG9rZW5zGA4gASgNEhMKC3N0ZXBfdGltZV9zGA8gASgBEg0KBXN0ZXBzGBAgASgEEhUKDXByb21wdF90b2tlbnMYESABKAQSFQoNY2FjaGVkX3Rva2VucxgSIAEoBBIXCg9wcmVmaXhfaGl0X3JhdGUYEyABKAESFQoNb3V0cHV0X3Rva2VucxgUIAEoBBITCgtwcmVlbXB0aW9ucxgVIAEoBBIYChBwcmVlbXB0ZWRfdG9rZW5zGBYgASgEEhkKEXJlY29tcHV0ZWRfdG9rZW5zGBcgASgEEhYKDmRyb3BwZWRfdG9rZW5zGBggASgEEhQKDHNhdmVkX3Rva2VucxgZIAEoBBIVCg1sb2FkZWRfdG9rZW5zGBogASgEEg4KBmRyYWZ0cxgbIAEoBBIWCg5kcmFmdGVkX3Rva2VucxgcIAEoBBIXCg9hY2NlcHRlZF90b2tlbnMYHSABKAQSFQoNZm9yY2VkX3Rva2VucxgeIAEoBBIMCgRuYW1lGB8gASgJEhoKEmhvc3RfYmxvY2tzX2NhY2hlZBggIAEoDRIaChJob3N0X2NhY2hlZF90b2tlbnMYISABKAQSGQoRdW5jb21wdXRlZF90b2tlbnMYIiABKAQSHAoUcHJlZmlsbF90b2tlbnNfcGVyX3MYIyABKAEidAoKVGVuYW50TG9hZBIMCgRuYW1lGAEgASgJEg8KB3dhaXRpbmcYAiABKA0SDwoHcnVubmluZxgDIAEoDRIPCgdzZXJ2aWNlGAQgASgEEhYKDnJlY2VudF9zZXJ2aWNlGAUgASgEEg0KBXNoYXJlGAYgASgBKpkBCgtTZXJ2ZXJTdGF0ZRIcChhTRVJWRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIZChVTRVJWRVJfU1RBVEVfU1RBUlRJTkcQARIYChRTRVJWRVJfU1RBVEVfU0VSVklORxACEhwKGFNFUlZFUl9TVEFURV9VTkFWQUlMQUJMRRADEhkKFVNFUlZFUl9TVEFURV9EUkFJTklORxAEKpYBCgtFbmdpbmVTdGF0ZRIcChhFTkdJTkVfU1RBVEVfVU5TUEVDSUZJRUQQABIYChRFTkdJTkVfU1RBVEVfTE9BRElORxABEhYKEkVOR0lORV9TVEFURV9SRUFEWRACEhwKGEVOR0lORV9TVEFURV9VTkFWQUlMQUJMRRADEhkKFUVOR0lORV9TVEFURV9EUkFJTklORxAEKq8BCgpDYXBhYmlsaXR5EhoKFkNBUEFCSUxJVFlfVU5TUEVDSUZJRUQQABIXChNDQVBBQklMSVRZX0dFTkVSQVRFEAESEwoPQ0FQQUJJTElUWV9DSEFUEAISFAoQQ0FQQUJJTElUWV9UT09MUxADEhQKEENBUEFCSUxJVFlfRU1CRUQQBBIUChBDQVBBQklMSVRZX1NDT1JFEAUSFQoRQ0FQQUJJTElUWV9HVUlERUQQBjLdAgoHQ29udHJvbBJHCg1HZXRTZXJ2ZXJJbmZvEh8ucGFnb2RhLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GhUucGFnb2RhLnYxLlNlcnZlckluZm8SSQoKTGlzdE1vZGVscxIcLnBhZ29kYS52MS5MaXN0TW9kZWxzUmVxdWVzdBodLnBhZ29kYS52MS5MaXN0TW9kZWxzUmVzcG9uc2USNQoHR2V0TG9hZBIZLnBhZ29kYS52MS5HZXRMb2FkUmVxdWVzdBoPLnBhZ29kYS52MS5Mb2FkEjsKCVdhdGNoTG9hZBIbLnBhZ29kYS52MS5XYXRjaExvYWRSZXF1ZXN0Gg8ucGFnb2RhLnYxLkxvYWQwARJKCgxHZXRTdGVwVHJhY2USHi5wYWdvZGEudjEuR2V0U3RlcFRyYWNlUmVxdWVzdBoYLnBhZ29kYS52MS5TdGVwVHJhY2VQYXJ0MAFCPwoJcGFnb2RhLnYxUAFaJHBhZ29kYS9jbGllbnRzL2dvL3BhZ29kYS92MTtwYWdvZGF2MaoCCVBhZ29kYS5WMWIGcHJvdG8z", [file_pagoda_v1_inference, file_pagoda_v1_trace]);
 
 /**
  * @generated from message pagoda.v1.GetServerInfoRequest
@@ -96,7 +96,7 @@ export const ServerInfoSchema: GenMessage<ServerInfo> = /*@__PURE__*/
  */
 export type EngineStatus = Message<"pagoda.v1.EngineStatus"> & {
   /**
-   * The engine's index among the server's engines, from 0.
+   * The engine's number: its place among all engines that have joined the server, from 0.
    *
    * @generated from field: uint32 engine = 1;
    */
@@ -120,6 +120,14 @@ export type EngineStatus = Message<"pagoda.v1.EngineStatus"> & {
    * @generated from field: pagoda.v1.EngineInfo info = 4;
    */
   info?: EngineInfo | undefined;
+
+  /**
+   * The name that --engine gives it. Without one it is the engine's place in the list, from 0, or the address that the
+   * server has found. Empty for callers that may not observe.
+   *
+   * @generated from field: string name = 5;
+   */
+  name: string;
 };
 
 /**
@@ -223,6 +231,29 @@ export type EngineInfo = Message<"pagoda.v1.EngineInfo"> & {
    * @generated from field: uint32 hidden_size = 15;
    */
   hiddenSize: number;
+
+  /**
+   * Names the weights: SHA-256, in hex, over each stored tensor's name, type and shape, and pieces of its bytes. Engines
+   * that read the same files have the same one in every precision. Empty: unknown, as of earlier versions, or random.
+   *
+   * @generated from field: string weights_fingerprint = 16;
+   */
+  weightsFingerprint: string;
+
+  /**
+   * Not set by earlier versions.
+   *
+   * @generated from field: pagoda.v1.Precision precision = 17;
+   */
+  precision?: Precision | undefined;
+
+  /**
+   * What the engine speaks with routers: grows with each change of the channel's protocol. 0: an earlier version.
+   * Message types that not every version knows are announced beside this message, each by a field of its own.
+   *
+   * @generated from field: uint32 protocol_version = 18;
+   */
+  protocolVersion: number;
 };
 
 /**
@@ -231,6 +262,46 @@ export type EngineInfo = Message<"pagoda.v1.EngineInfo"> & {
  */
 export const EngineInfoSchema: GenMessage<EngineInfo> = /*@__PURE__*/
   messageDesc(file_pagoda_v1_control, 3);
+
+/**
+ * What numbers an engine computes with: what may change answers of the same weights.
+ *
+ * @generated from message pagoda.v1.Precision
+ */
+export type Precision = Message<"pagoda.v1.Precision"> & {
+  /**
+   * How weights are multiplied, such as "unquantized", "int8" or "int8-weight".
+   *
+   * @generated from field: string weights = 1;
+   */
+  weights: string;
+
+  /**
+   * Number format of what is not quantized.
+   *
+   * @generated from field: string dtype = 2;
+   */
+  dtype: string;
+
+  /**
+   * Number format of keys and values.
+   *
+   * @generated from field: string kv_cache = 3;
+   */
+  kvCache: string;
+
+  /**
+   * @generated from field: bool is_deterministic = 4;
+   */
+  isDeterministic: boolean;
+};
+
+/**
+ * Describes the message pagoda.v1.Precision.
+ * Use `create(PrecisionSchema)` to create a new message.
+ */
+export const PrecisionSchema: GenMessage<Precision> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_control, 4);
 
 /**
  * The paged KV cache. bytes_per_token = 2 · layers · kv_heads · (head_dim · bytes of one element + bytes of a scale).
@@ -277,7 +348,7 @@ export type KvCacheInfo = Message<"pagoda.v1.KvCacheInfo"> & {
  * Use `create(KvCacheInfoSchema)` to create a new message.
  */
 export const KvCacheInfoSchema: GenMessage<KvCacheInfo> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 4);
+  messageDesc(file_pagoda_v1_control, 5);
 
 /**
  * The limits of requests. The first two hold for the whole server, the others for each request.
@@ -353,7 +424,7 @@ export type Limits = Message<"pagoda.v1.Limits"> & {
  * Use `create(LimitsSchema)` to create a new message.
  */
 export const LimitsSchema: GenMessage<Limits> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 5);
+  messageDesc(file_pagoda_v1_control, 6);
 
 /**
  * @generated from message pagoda.v1.ListModelsRequest
@@ -366,7 +437,7 @@ export type ListModelsRequest = Message<"pagoda.v1.ListModelsRequest"> & {
  * Use `create(ListModelsRequestSchema)` to create a new message.
  */
 export const ListModelsRequestSchema: GenMessage<ListModelsRequest> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 6);
+  messageDesc(file_pagoda_v1_control, 7);
 
 /**
  * @generated from message pagoda.v1.ListModelsResponse
@@ -383,7 +454,7 @@ export type ListModelsResponse = Message<"pagoda.v1.ListModelsResponse"> & {
  * Use `create(ListModelsResponseSchema)` to create a new message.
  */
 export const ListModelsResponseSchema: GenMessage<ListModelsResponse> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 7);
+  messageDesc(file_pagoda_v1_control, 8);
 
 /**
  * @generated from message pagoda.v1.ModelInfo
@@ -469,7 +540,7 @@ export type ModelInfo = Message<"pagoda.v1.ModelInfo"> & {
  * Use `create(ModelInfoSchema)` to create a new message.
  */
 export const ModelInfoSchema: GenMessage<ModelInfo> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 8);
+  messageDesc(file_pagoda_v1_control, 9);
 
 /**
  * @generated from message pagoda.v1.GetLoadRequest
@@ -482,7 +553,7 @@ export type GetLoadRequest = Message<"pagoda.v1.GetLoadRequest"> & {
  * Use `create(GetLoadRequestSchema)` to create a new message.
  */
 export const GetLoadRequestSchema: GenMessage<GetLoadRequest> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 9);
+  messageDesc(file_pagoda_v1_control, 10);
 
 /**
  * @generated from message pagoda.v1.WatchLoadRequest
@@ -501,7 +572,7 @@ export type WatchLoadRequest = Message<"pagoda.v1.WatchLoadRequest"> & {
  * Use `create(WatchLoadRequestSchema)` to create a new message.
  */
 export const WatchLoadRequestSchema: GenMessage<WatchLoadRequest> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 10);
+  messageDesc(file_pagoda_v1_control, 11);
 
 /**
  * A caller that may not observe gets `requests`, `num_tenants`, its own tenant if that is listed, with its share in two
@@ -550,7 +621,7 @@ export type Load = Message<"pagoda.v1.Load"> & {
  * Use `create(LoadSchema)` to create a new message.
  */
 export const LoadSchema: GenMessage<Load> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 11);
+  messageDesc(file_pagoda_v1_control, 12);
 
 /**
  * @generated from message pagoda.v1.EngineLoad
@@ -738,6 +809,40 @@ export type EngineLoad = Message<"pagoda.v1.EngineLoad"> & {
    * @generated from field: uint64 forced_tokens = 30;
    */
   forcedTokens: bigint;
+
+  /**
+   * As in EngineStatus.
+   *
+   * @generated from field: string name = 31;
+   */
+  name: string;
+
+  /**
+   * Blocks of host memory that hold cached prefixes which the device has evicted, beside host_blocks_used; they give way
+   * to preempted sequences. Prompt tokens that they held, which count in cached_tokens, too.
+   *
+   * @generated from field: uint32 host_blocks_cached = 32;
+   */
+  hostBlocksCached: number;
+
+  /**
+   * @generated from field: uint64 host_cached_tokens = 33;
+   */
+  hostCachedTokens: bigint;
+
+  /**
+   * Prompt tokens that the sequences in the engine still have to compute: those that no cache holds.
+   *
+   * @generated from field: uint64 uncomputed_tokens = 34;
+   */
+  uncomputedTokens: bigint;
+
+  /**
+   * How many prompt tokens the engine computes in a second, learned from its steps; 0 before the first.
+   *
+   * @generated from field: double prefill_tokens_per_s = 35;
+   */
+  prefillTokensPerS: number;
 };
 
 /**
@@ -745,7 +850,7 @@ export type EngineLoad = Message<"pagoda.v1.EngineLoad"> & {
  * Use `create(EngineLoadSchema)` to create a new message.
  */
 export const EngineLoadSchema: GenMessage<EngineLoad> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 12);
+  messageDesc(file_pagoda_v1_control, 13);
 
 /**
  * A tenant's share of the engines. Service counts 1 for each computed prompt token and 2 for each output token, under
@@ -798,7 +903,7 @@ export type TenantLoad = Message<"pagoda.v1.TenantLoad"> & {
  * Use `create(TenantLoadSchema)` to create a new message.
  */
 export const TenantLoadSchema: GenMessage<TenantLoad> = /*@__PURE__*/
-  messageDesc(file_pagoda_v1_control, 13);
+  messageDesc(file_pagoda_v1_control, 14);
 
 /**
  * @generated from enum pagoda.v1.ServerState
@@ -871,6 +976,13 @@ export enum EngineState {
    * @generated from enum value: ENGINE_STATE_UNAVAILABLE = 3;
    */
   UNAVAILABLE = 3,
+
+  /**
+   * It gets nothing new: it is going to end, or the server no longer uses it. Its sequences run on.
+   *
+   * @generated from enum value: ENGINE_STATE_DRAINING = 4;
+   */
+  DRAINING = 4,
 }
 
 /**
