@@ -95,7 +95,7 @@ def _check_engine(engine: str) -> None:
             raise ValueError(f"{engine!r} has no path")
     elif engine.startswith(DNS_PREFIX):
         name = engine.removeprefix(DNS_PREFIX)
-        if is_unix(name):
+        if is_unix(name) or ":" not in name:
             raise ValueError(f"{engine!r} is not {DNS_PREFIX}NAME:PORT")
         check_address(name, can_be_shm=False, lowest_port=1)
     else:
