@@ -142,6 +142,11 @@ class RouterSettings(CommonSettings):
         "Which of several engines gets a request. load: the one with the fewest sequences. hash: one that follows from "
         "the prompt's first 256 tokens, while its load is near the mean.",
     )
+    mixed_engines: bool = setting(
+        False,
+        "Let engines serve side by side that have the same weights in different precisions or sizes of blocks. A "
+        "request's answer then depends on which one it gets.",
+    )
     channel: Literal["auto", "shm", "grpc"] = setting(
         "auto", "How to reach a spawned engine. auto takes shared memory on Linux, else gRPC."
     )

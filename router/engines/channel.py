@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from pagoda.engine.v1 import engine_pb2
@@ -18,7 +19,9 @@ from pagoda.v1 import control_pb2, trace_pb2
 
 from ...runtime.channel_trust import ChannelTrust
 from ..errors import EngineLost, Unavailable
+from .group import Identity, may_continue
 from .handshake import NotTrusted
+from .refusals import Reason, WrongEngine
 from .stream import EngineStream, Wakeups
 from .transport import EngineLink, transport_to
 
@@ -31,10 +34,6 @@ PING_S, PING_PART = 1.0, 1 / 32
 # An engine becomes suspect after so many seconds without an answer, or this part of a short hang timeout.
 SUSPECT_S, SUSPECT_PART = 1.0, 1 / 8
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
-
-
-class WrongEngine(Exception):
-    """The engine at an address does not serve this router's model. The right one may replace it later."""
 
 
 class EngineHangs(Exception):
@@ -52,6 +51,7 @@ class EngineChannel:
     hang_timeout_s  an engine whose loop answers nothing for this long counts as dead
     patience_s      how long an engine may be absent before the log says so
     check           checks what the engine reports of itself; raises WrongEngine, or an error that ends `run`
+    admit           waits until the engine may become ready, or raises WrongEngine
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when the engine hangs, so that its supervisor can kill it
     wakeups         wakes the streams of this and other channels; None: of this one alone
@@ -67,6 +67,7 @@ class EngineChannel:
         hang_timeout_s: float,
         patience_s: float = math.inf,
         check: Callable[[control_pb2.EngineInfo], None] = lambda info: None,
+        admit: Callable[[EngineChannel], Awaitable[None]] | None = None,
         on_change: Callable[[], Awaitable[None]],
         on_hang: Callable[[], None] = lambda: None,
         wakeups: Wakeups | None = None,
@@ -79,6 +80,10 @@ class EngineChannel:
         self.says_goodbye = False  # it is going to end
         self.info: control_pb2.EngineInfo | None = None
         self.has_been_ready = False
+        self.identity: Identity | None = None  # that of the engine which was about to be ready last
+        self.identified_at = -math.inf
+        self.refused = ""  # why the engine is not used; empty: it is, or does not answer
+        self.refusals: Counter[Reason] = Counter()
         self.load = control_pb2.EngineLoad()
         self.tenants = engine_pb2.Tenants()
         self._hang_timeout_s = hang_timeout_s
@@ -86,6 +91,7 @@ class EngineChannel:
         self._suspect_s = min(SUSPECT_S, SUSPECT_PART * hang_timeout_s)
         self._patience_s = patience_s
         self._check = check
+        self._admit = admit
         self._on_change = on_change
         self._on_hang = on_hang
         self._next_sequence = itertools.count(1)
@@ -118,6 +124,15 @@ class EngineChannel:
         """Whether the engine's loop is late with an answer: it computes a long step, or hangs."""
         since = self._owes_answer_since
         return since is not None and time.monotonic() - since > self._suspect_s
+
+    @property
+    def away_s(self) -> float:
+        """Seconds since the engine was lost, or else since it has been looked for."""
+        return 0.0 if self.is_ready else time.monotonic() - self._away_since
+
+    def may_continue(self, begun: control_pb2.EngineInfo) -> bool:
+        """Whether the engine is ready, and may continue a stream that one which reported this has begun."""
+        return self.info is not None and may_continue(self.info, begun)
 
     @property
     def retry_after_s(self) -> float | None:
@@ -243,9 +258,11 @@ class EngineChannel:
         self._logged = reason
 
     def _log_refused(self, error: WrongEngine | NotTrusted) -> None:
-        if str(error) != self._logged:
+        self.refused = str(error)
+        self.refusals[error.reason] += 1
+        if self.refused != self._logged:
             log.error("the engine at %s is not used: %s", self.label, error)
-        self._logged = str(error)
+        self._logged = self.refused
 
     def _log_hang(self) -> None:
         """Log that the engine hangs: once, however often it greets without answering."""
@@ -294,8 +311,11 @@ class EngineChannel:
             raise EngineHangs
 
     async def _become_ready(self, info: control_pb2.EngineInfo) -> None:
+        self.identity, self.identified_at = Identity.of(info), time.monotonic()
+        if self._admit is not None:
+            await self._admit(self)
         self._log_ready(info)
-        self.info = info
+        self.info, self.refused = info, ""
         self._last_absence_s = time.monotonic() - self._away_since
         self.has_been_ready = True
         await self._on_change()

@@ -152,19 +152,9 @@ class Fleet:
             raise error
         ready = self.ready
         if like is not None:
-            ready = [channel for channel in ready if channel.info is not None and computes_like(channel.info, like)]
+            ready = [channel for channel in ready if channel.may_continue(like)]
             if not ready:
                 raise Unavailable("no engine of the same kind is ready", retry_after_s=self.retry_after_s)
         candidates = [channel for channel in ready if channel not in avoid] or ready
         candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
         return candidates[0] if len(candidates) == 1 else self._chooser.choose(candidates, asked)
-
-
-def computes_like(one: control_pb2.EngineInfo, other: control_pb2.EngineInfo) -> bool:
-    """Whether two engines have the same weights in the same precision, as far as they report it."""
-    return _kind(one) == _kind(other)
-
-
-def _kind(info: control_pb2.EngineInfo) -> tuple[object, ...]:
-    precision = info.dtype, info.kernel_backend, info.settings.get("kv_cache_dtype")
-    return info.model, info.architecture, info.vocab_size, info.weight_bytes, *precision

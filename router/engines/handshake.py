@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from typing import ClassVar
 
 from ...channel.address import host_of
 from ...runtime.channel_trust import Certificates, ChannelTrust, TrustError
 from ...settings import RouterSettings
 from ..errors import ConfigError
+from .refusals import Reason
 
 TIMEOUT_S = 5.0
 LOOK_S = 1.0
@@ -24,6 +26,8 @@ _WRONG_NAME = (62, 64)
 
 class NotTrusted(Exception):
     """The engine answers, but certificates or tokens do not fit. The message says which, and names the setting."""
+
+    reason: ClassVar[Reason] = "trust"
 
 
 def channel_trust(config: RouterSettings) -> ChannelTrust:

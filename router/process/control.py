@@ -254,10 +254,17 @@ def _status(channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
         state = control_pb2.ENGINE_STATE_READY
     elif channel.is_ready:
         state = control_pb2.ENGINE_STATE_DRAINING
+    elif channel.refused:
+        state = control_pb2.ENGINE_STATE_REFUSED
     elif channel.has_been_ready:
         state = control_pb2.ENGINE_STATE_UNAVAILABLE
     else:
         state = control_pb2.ENGINE_STATE_LOADING
     return control_pb2.EngineStatus(
-        engine=channel.number, name=channel.name, state=state, restarts=restarts, info=channel.info
+        engine=channel.number,
+        name=channel.name,
+        state=state,
+        restarts=restarts,
+        info=channel.info,
+        refused="" if channel.is_ready else channel.refused,
     )

@@ -33,11 +33,13 @@ from ..adapters.kserve import GrpcInferenceService
 from ..adapters.translation import Adapter
 from ..adapters.vllm import VllmEngine
 from ..answers.formats import format_of
-from ..engines.channel import EngineChannel, WrongEngine
+from ..engines.channel import EngineChannel
 from ..engines.choosing import RULES
 from ..engines.fleet import Fleet, Member
+from ..engines.group import SETTLES_S, EngineGroup
 from ..engines.handshake import channel_trust
 from ..engines.membership import membership
+from ..engines.refusals import WrongEngine
 from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
@@ -167,6 +169,11 @@ class Router:
             self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
             self._fleet = Fleet(self._connect, RULES[self._config.choose]())
             self._failover = Failover(self._fleet, continues=self._config.failover, wait_s=self._config.failover_wait_s)
+            self._engine_group = EngineGroup(
+                lambda: self._fleet.channels,
+                mixes=self._config.mixed_engines,
+                settles_s=min(SETTLES_S, self._config.hang_timeout_s / 4),
+            )
             members = membership(f"0={self._spawned}" if self._spawned else self._config.engine, self._fleet)
             members.load()
             self._state = ServingState(self._fleet, self._admission)
@@ -208,6 +215,7 @@ class Router:
             hang_timeout_s=self._config.hang_timeout_s,
             patience_s=math.inf if self._is_engine_ours else PATIENCE_S,
             check=partial(self._check_engine, member.address),
+            admit=self._engine_group.admit,
             on_change=self._on_engine_change,
             on_hang=self._keeper.kill if self._keeper else lambda: None,
             wakeups=self._wakeups,
@@ -403,13 +411,13 @@ class Router:
         try:
             _weights_of_tenants([info])
         except ValueError:
-            raise WrongEngine("it has invalid weights of tenants") from None
+            raise WrongEngine("protocol", "it has invalid weights of tenants") from None
         if info.tokenizer_sha256 == self._tokenizer.fingerprint:
             return
         fault = f"serves {info.model} with another tokenizer"
         if self._config.has_one_engine and not self._has_served:
             raise ConfigError(f"the engine at {address} {fault}")
-        raise WrongEngine(f"it {fault}")
+        raise WrongEngine("tokenizer", f"it {fault}")
 
     async def _on_engine_change(self) -> None:
         if infos := [channel.info for channel in self._fleet.ready if channel.info]:

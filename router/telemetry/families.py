@@ -96,6 +96,7 @@ OF_ENGINES = (
     _engine_counter("spec_decode_num_accepted_tokens", "Drafted tokens that became output.", "accepted_tokens", _BOTH),
     _engine_counter("forced_tokens", "Tokens generated without a step each: a grammar allowed no others."),
     _gauge("engine_up", "Whether the engine is ready.", "engine"),
+    _counter("engine_refusals", "Times that the engine answered and was not used, by reason.", "engine", "reason"),
     _counter("engine_restarts", "Restarts of the engine by this server.", "engine"),
     _gauge("kv_blocks", "KV blocks by state: free, evictable or referenced.", "engine", "state"),
     _engine_gauge("kv_waste_ratio", "Fraction of the slots of referenced blocks that hold no token.", "kv_waste"),

@@ -186,6 +186,8 @@ def engine_samples(
         engine = channel.name
         yield "engine_up", (engine,), channel.takes_requests
         yield "engine_restarts", (engine,), restarts
+        for reason, count in channel.refusals.items():
+            yield "engine_refusals", (engine, reason), count
         if channel.info is not None:
             cache = channel.info.kv_cache
             yield "cache_config_info", (engine, str(cache.block_size), str(cache.num_blocks)), 1

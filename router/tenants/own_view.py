@@ -38,7 +38,7 @@ def seen_info(info: control_pb2.ServerInfo) -> control_pb2.ServerInfo:
             for name in [name for name in settings if name.startswith("tenant")]:
                 del settings[name]
         for engine in info.engines:
-            engine.name = ""
+            engine.name = engine.refused = ""
     return info
 
 

@@ -152,3 +152,36 @@ def test_a_link_that_is_cut_is_noticed_at_both_ends(
         server.wait_ready(30)
         assert ask(inference, request("after", max_tokens=3)).ids() == expected_tokens(b"after", 3, 258)
         assert [each.running for each in control.GetLoad(LOAD).engines] == [0], "the engine has missed the router, too"
+
+
+def test_engines_of_one_model_in_two_precisions_serve_together_only_if_asked_to(tmp_path: Path) -> None:
+    names = ("one", "two", "other")
+    addresses = [f"unix:{tmp_path / name}" for name in names]
+    model = ("--model", "smollm2-135m-instruct")
+    ready, refused = control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_REFUSED
+    with contextlib.ExitStack() as stack:
+        for address, quantization in zip(addresses, ("int8", "int8", "none"), strict=True):
+            engine = (*model, "--quantization", quantization, "--kv-cache-gb", "0.05")
+            stack.enter_context(running_engine(address, *engine))
+        until(lambda: all((tmp_path / name).exists() for name in names))  # they vote
+        for options, expected in (((), refused), (("--mixed-engines",), ready)):
+            arguments = (*model, "--engine", ",".join(addresses), *options)
+            with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+                control = control_pb2_grpc.ControlStub(channel)
+
+                def states(control: control_pb2_grpc.ControlStub = control) -> list[int]:
+                    return [each.state for each in control.GetServerInfo(INFO).engines]
+
+                def are_as_expected(expected: int = expected, states: Callable[[], list[int]] = states) -> bool:
+                    return states() == [ready, ready, expected]
+
+                until(are_as_expected)
+                one, _, other = control.GetServerInfo(INFO).engines
+                if expected == refused:
+                    assert "unquantized weights" in other.refused
+                    assert one.refused == ""
+                    assert server.log.read_text().count("is not used") == 1
+                else:
+                    assert one.info.weights_fingerprint == other.info.weights_fingerprint
+                    assert len(one.info.weights_fingerprint) == 64
+                    assert one.info.precision != other.info.precision

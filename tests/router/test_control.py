@@ -45,6 +45,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         takes_requests=is_ready,
         is_suspect=False,
         has_been_ready=is_ready or has_been_ready,
+        refused="",
         info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,
         load=control_pb2.EngineLoad(**fields),
         tenants=engine_pb2.Tenants(),

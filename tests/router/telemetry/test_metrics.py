@@ -119,6 +119,7 @@ def engine(is_ready: bool = True, **load: float) -> Any:
         is_ready=is_ready,
         takes_requests=is_ready,
         info=control_pb2.EngineInfo(kv_cache=cache) if is_ready else None,
+        refusals={"weights": 2},
         load=control_pb2.EngineLoad(**fields),
         tenants=engine_pb2.Tenants(
             listed=[control_pb2.TenantLoad(name="ann", running=2, service=70, recent_service=70)], count=1,
@@ -359,6 +360,7 @@ def test_engines_are_told_as_of_their_last_step() -> None:
     assert page("pagoda_step_seconds", engine="0") == 0.5
     assert [page("pagoda_engine_up", engine=at) for at in "01"] == [1, 0]
     assert page("pagoda_engine_restarts_total", engine="0") == 3
+    assert page("pagoda_engine_refusals_total", engine="0", reason="weights") == 2
     assert page.of("vllm:num_requests_running") == [{"engine": "0"}], "the other one has said nothing"
 
 

@@ -24,6 +24,7 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_READY: _ClassVar[EngineState]
     ENGINE_STATE_UNAVAILABLE: _ClassVar[EngineState]
     ENGINE_STATE_DRAINING: _ClassVar[EngineState]
+    ENGINE_STATE_REFUSED: _ClassVar[EngineState]
 
 class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ ENGINE_STATE_LOADING: EngineState
 ENGINE_STATE_READY: EngineState
 ENGINE_STATE_UNAVAILABLE: EngineState
 ENGINE_STATE_DRAINING: EngineState
+ENGINE_STATE_REFUSED: EngineState
 CAPABILITY_UNSPECIFIED: Capability
 CAPABILITY_GENERATE: Capability
 CAPABILITY_CHAT: Capability
@@ -82,18 +84,20 @@ class ServerInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime_s: _Optional[float] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine", "state", "restarts", "info", "name")
+    __slots__ = ("engine", "state", "restarts", "info", "name", "refused")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     engine: int
     state: EngineState
     restarts: int
     info: EngineInfo
     name: str
-    def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+    refused: str
+    def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ..., name: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256", "settings", "hidden_size", "weights_fingerprint", "precision", "protocol_version")
