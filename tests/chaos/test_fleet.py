@@ -1,0 +1,153 @@
+"""Faults of one engine of three, under load: `make test-chaos`. No call may notice more than a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pagoda.v1 import control_pb2, control_pb2_grpc
+from tests.chaos.checker import check_calls, check_canaries, check_idle, check_log, report
+from tests.chaos.load import (
+    OPERATORS,
+    STALL_TIMEOUT_S,
+    Clients,
+    calls,
+    catalogue,
+    credentials,
+    solo_runs,
+    tenants_file,
+    work,
+)
+from tests.chaos.test_chaos import FIRST_SEED, NUM_SEEDS, model
+from tests.servers import Server, free_address, running_engine, running_server
+
+__all__ = ["model"]  # a fixture
+
+NUM_CLIENTS = 24
+HANG_TIMEOUT_S = 4.0
+ROUNDS = 2  # each engine's faults
+RECOVERY_S = 60.0
+REFUSED = "ENGINES_LOST"
+ENGINE_HUNG = r"ERROR the engine at .* hangs: it has not answered for 4 s"
+
+
+class Engines:
+    """Three engines, each over another transport, and a server that uses them."""
+
+    def __init__(self, stack: contextlib.ExitStack, model: Path, folder: Path) -> None:
+        self._addresses = [f"shm:{folder / 'a'}", f"unix:{folder / 'b'}", free_address()]
+        self._arguments = (
+            "--model", str(model), "--dtype", "float32", "--quantization", "none", "--threads", "1",
+            "--kv-cache-gb", "0.0005", "--max-num-seqs", "24",
+        )  # fmt: skip
+        self._contexts = [contextlib.ExitStack() for _ in self._addresses]
+        for context in self._contexts:
+            stack.enter_context(context)
+        self.processes: list[subprocess.Popen[str]] = [self._start(at) for at in range(len(self._addresses))]
+        tenants = folder / "tenants.toml"
+        tenants.write_text(tenants_file())
+        self.server: Server = stack.enter_context(
+            running_server(
+                "--model", str(model), "--engine", ",".join(self._addresses), "--tenants-file", str(tenants),
+                "--max-requests", "64", "--stall-timeout-s", str(STALL_TIMEOUT_S),
+                "--hang-timeout-s", str(HANG_TIMEOUT_S),
+            )
+        )  # fmt: skip
+
+    def _start(self, at: int) -> subprocess.Popen[str]:
+        return self._contexts[at].enter_context(running_engine(self._addresses[at], *self._arguments))
+
+    def start_again(self, at: int) -> None:
+        self._contexts[at].close()
+        self.processes[at] = self._start(at)
+
+    def load(self) -> control_pb2.Load:
+        with grpc.insecure_channel(self.server.address) as channel:
+            request = control_pb2.GetLoadRequest()
+            return control_pb2_grpc.ControlStub(channel).GetLoad(request, timeout=30, metadata=credentials(OPERATORS))
+
+    async def wait(self, is_so: Callable[[control_pb2.Load], bool]) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        while not is_so(load := await asyncio.to_thread(self.load)):
+            assert time.monotonic() < deadline, f"{load}\n{self.server.tail()}"
+            await asyncio.sleep(0.05)
+
+    async def wait_whole(self) -> None:
+        await self.wait(lambda load: len(load.engines) == len(self._addresses))
+
+    # The faults.
+
+    async def kill(self, at: int) -> None:
+        self.processes[at].kill()
+        await self.wait(lambda load: len(load.engines) < len(self._addresses))
+        await asyncio.to_thread(self.start_again, at)
+
+    async def hang(self, at: int) -> None:
+        self.processes[at].send_signal(signal.SIGSTOP)
+        await self.wait(lambda load: len(load.engines) < len(self._addresses))
+        self.processes[at].send_signal(signal.SIGCONT)
+
+    async def drain(self, at: int) -> None:
+        self.processes[at].send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(self.processes[at].wait, RECOVERY_S)
+        assert code == 0, f"an engine that drains exited with {code}"
+        await asyncio.to_thread(self.start_again, at)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(NUM_SEEDS))
+async def test_faults_of_one_engine_of_three_are_a_pause(number: int, model: Path, tmp_path: Path) -> None:
+    seed = FIRST_SEED + number
+    chance = random.Random(seed)
+    print(f"\nSEED={seed} make test-chaos repeats this")
+    items = catalogue(chance)
+    with contextlib.ExitStack() as stack:
+        engines = Engines(stack, model, tmp_path)
+        await engines.wait_whole()
+        solo = await solo_runs(engines.server.address, items)
+        clients = Clients(engines.server.address, (), items)
+        clients.connect()
+        faults = [(fault, at) for fault in (engines.kill, engines.hang, engines.drain) for at in range(3)] * ROUNDS
+        chance.shuffle(faults)
+        injected: list[tuple[str, float, float]] = []  # with the times of their beginning and end
+
+        async def inject() -> None:
+            for fault, at in faults:
+                await asyncio.sleep(chance.uniform(0.5, 2.0))
+                began = time.monotonic()
+                await fault(at)
+                await engines.wait_whole()
+                injected.append((f"{fault.__name__} {at}", began, time.monotonic()))
+                print(f"      {time.monotonic() - began:5.1f} s  {injected[-1][0]}", flush=True)
+
+        injecting = asyncio.create_task(inject())
+        queue = calls(chance, items, 0, clients.num_connections)
+        await asyncio.gather(*(work(clients, queue, injecting.done) for _ in range(NUM_CLIENTS)))
+        await injecting
+        await clients.close()
+        await engines.wait(lambda load: not check_idle(load))
+        code = await asyncio.to_thread(engines.server.stop)
+        for outcome in clients.outcomes:
+            num_met = sum(outcome.began_s <= until and since <= outcome.ended_s for _, since, until in injected)
+            if outcome.error_reason == REFUSED and num_met >= 2:
+                outcome.allowed |= {outcome.status}
+        violations = check_canaries(solo) + check_calls(clients.begun, clients.outcomes, (), solo)
+        log = engines.server.log.read_text()
+        violations += check_log(log, (ENGINE_HUNG,))
+        violations += [f"the server exited with {code} after SIGTERM"] if code else []
+    statuses = Counter(f"{each.status} {each.error_reason}".strip() for each in clients.outcomes)
+    print(f"  {len(clients.outcomes)} calls by status: {dict(statuses.most_common())}")
+    print(f"  {log.count('failovers=')} of them lost an engine")
+    assert "failovers=" in log
+    assert not violations, f"SEED={seed}:\n{report(violations)}"
