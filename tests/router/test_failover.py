@@ -1,0 +1,104 @@
+"""Where a request goes whose engine is lost, and when it goes nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pagoda.v1 import control_pb2
+from pagoda_server.router.engines.group import may_continue
+from pagoda_server.router.errors import EngineLost, EnginesLost
+from pagoda_server.router.request.failover import Failover
+from tests.router.fleets import fleet_of
+
+INT8 = control_pb2.EngineInfo(model="m", dtype="bfloat16", kernel_backend="native-int8")
+FLOAT = control_pb2.EngineInfo(model="m", dtype="float32", kernel_backend="native")
+
+
+@dataclass(eq=False)
+class Engine:
+    """What a Fleet reads of a channel."""
+
+    info: control_pb2.EngineInfo = field(default_factory=lambda: INT8)
+    is_ready: bool = True
+    is_leaving: bool = False
+    says_goodbye: bool = False
+    is_suspect: bool = False
+    num_sequences: int = 0
+    retry_after_s: float | None = None
+    name: str = ""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and not self.is_leaving and not self.says_goodbye
+
+    def may_continue(self, begun: control_pb2.EngineInfo) -> bool:
+        return may_continue(self.info, begun)
+
+
+async def moved(
+    *engines: Engine,
+    has_begun: bool = True,
+    continues: bool = True,
+    wait_s: float = 0.0,
+    num_losses: int = 1,
+    timeout_s: float | None = None,
+) -> Any:
+    """The engine to which a request goes that has lost the first one of these."""
+    failover = Failover(fleet_of(*engines), continues=continues, wait_s=wait_s)
+    lost: Any = engines[0]
+    try:
+        return await failover.elsewhere(
+            lost, EngineLost(INT8), num_losses=num_losses, has_begun=has_begun, timeout_s=timeout_s
+        )
+    finally:
+        assert failover.outcomes.total() == 1
+
+
+def lost_one() -> Engine:
+    return Engine(is_ready=False)
+
+
+async def test_a_stream_that_has_begun_goes_on_only_where_the_same_is_computed() -> None:
+    other, same = Engine(FLOAT), Engine(INT8, num_sequences=9)
+    assert await moved(lost_one(), other, same) is same
+    with pytest.raises(EngineLost):
+        await moved(lost_one(), other)
+    assert await moved(lost_one(), other, has_begun=False) is other
+
+
+async def test_without_failover_only_what_has_not_begun_goes_on() -> None:
+    with pytest.raises(EngineLost):
+        await moved(lost_one(), Engine(), continues=False)
+    assert await moved(lost_one(), second := Engine(), continues=False, has_begun=False) is second
+
+
+async def test_an_engine_that_is_back_gets_its_request_only_if_there_is_no_other() -> None:
+    assert await moved(Engine(), second := Engine(num_sequences=9)) is second
+    assert await moved(first := Engine(), Engine(is_ready=False)) is first
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_request_that_has_lost_two_engines_gets_no_third_one(has_begun: bool) -> None:
+    with pytest.raises(EnginesLost, match="2 engines were lost"):
+        await moved(lost_one(), Engine(), num_losses=2, has_begun=has_begun)
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_request_waits_for_an_engine_as_long_as_settings_and_deadline_allow() -> None:
+    async def waited_s(wait_s: float, timeout_s: float | None) -> float:
+        began = time.monotonic()
+        with pytest.raises(EngineLost):
+            await moved(lost_one(), wait_s=wait_s, timeout_s=timeout_s)
+        return time.monotonic() - began
+
+    assert await waited_s(0, None) == 0
+    assert await waited_s(3, None) == pytest.approx(3, abs=0.2)
+    assert await waited_s(3, 1) == pytest.approx(1, abs=0.2)
+    first = lost_one()
+    asyncio.get_running_loop().call_later(2, setattr, first, "is_ready", True)
+    assert await moved(first, Engine(is_ready=False), wait_s=5) is first
