@@ -57,4 +57,5 @@ class Failover:
                 self.outcomes["continued" if has_begun else "resubmitted"] += 1
                 return chosen
         self.outcomes["unavailable"] += 1
+        lost.retry_after_s = self._fleet.retry_after_s
         raise lost

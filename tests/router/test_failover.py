@@ -72,8 +72,9 @@ async def test_a_stream_that_has_begun_goes_on_only_where_the_same_is_computed()
 
 
 async def test_without_failover_only_what_has_not_begun_goes_on() -> None:
-    with pytest.raises(EngineLost):
+    with pytest.raises(EngineLost) as caught:
         await moved(lost_one(), Engine(), continues=False)
+    assert caught.value.retry_after_s == 0.1, "as a new request, the client's may go elsewhere at once"
     assert await moved(lost_one(), second := Engine(), continues=False, has_begun=False) is second
 
 
