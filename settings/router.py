@@ -31,7 +31,7 @@ ToolFormatName = Literal[
     "llama3", "mistral", "mistral-v3", "pythonic", "qwen3-coder"
 ]  # fmt: skip
 ReasoningFormatName = Literal["auto", "none", "gemma4", "harmony", "mistral", "think"]
-ChoiceName = Literal["load", "hash"]
+ChoiceName = Literal["auto", "load", "hash", "prefix"]
 MAX_QUEUED_TOKENS = 1 << 62
 MAX_TEXT_BYTES = 1 << 30  # a message of gRPC, which has 2 GiB at most, holds it beside the other fields
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
@@ -138,9 +138,11 @@ class RouterSettings(CommonSettings):
         check=_check_engine, is_private=True,
     )  # fmt: skip
     choose: ChoiceName = setting(
-        "load",
+        "auto",
         "Which of several engines gets a request. load: the one with the fewest sequences. hash: one that follows from "
-        "the prompt's first 256 tokens, while its load is near the mean.",
+        "the prompt's first 256 tokens, while its load is near the mean. prefix: the one that will have the first "
+        "token soonest, or one that has the prompt cached and is not much later. auto: prefix where all engines report "
+        "what they have cached, else load.",
     )
     mixed_engines: bool = setting(
         False,

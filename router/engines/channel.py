@@ -19,6 +19,8 @@ from pagoda.v1 import control_pb2, trace_pb2
 
 from ...runtime.channel_trust import ChannelTrust
 from ..errors import EngineLost, Unavailable
+from .cached_keys import CachedKeys
+from .choosing import Asked
 from .group import Identity, may_continue
 from .handshake import NotTrusted
 from .refusals import Reason, WrongEngine
@@ -97,6 +99,12 @@ class EngineChannel:
         self._next_sequence = itertools.count(1)
         self._routes: dict[int, tuple[EngineStream, int]] = {}
         self._num_others = 0  # sequences of other routers, as of the last report
+        self._uncomputed: dict[EngineStream, int] = {}  # prompt tokens of streams that have not begun
+        self._num_uncomputed = 0  # their sum
+        self._num_others_uncomputed = 0  # of other routers' sequences, as of the last report
+        self._offers_cache = False  # it can report what its prefix cache holds
+        self._wants_cache = False
+        self.cached: CachedKeys | None = None  # while it reports that
         self._wakeups = wakeups or Wakeups()
         self._trust = trust
         self._link: EngineLink | None = None
@@ -154,16 +162,46 @@ class EngineChannel:
         return len(self._routes) + self._num_others
 
     @property
+    def max_num_seqs(self) -> int:
+        return self.info.max_num_seqs if self.info is not None else 0
+
+    @property
+    def num_uncomputed(self) -> int:
+        """The prompt tokens that the engine still has to compute, counted like `num_sequences`."""
+        return self._num_uncomputed + self._num_others_uncomputed
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """How fast it computes prompts; 0 before it has computed any."""
+        return self.load.prefill_tokens_per_s
+
+    @property
     def label(self) -> str:
         """The engine in a line of the log."""
         return self.address if self.name == self.address or self.name.isdigit() else f"{self.address} ({self.name})"
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, submit: engine_pb2.Submit, on_start: Callable[[], None] = lambda: None) -> EngineStream:
+    def follow_cache(self) -> None:
+        """Have the engine report what its prefix cache holds, from now on, if it can."""
+        if not self._wants_cache:
+            self._wants_cache = True
+            self._ask_for_cache()
+
+    def _ask_for_cache(self) -> None:
+        if self._wants_cache and self._offers_cache and self._link is not None:
+            self._post(engine_pb2.RouterMessage(follow_cache=engine_pb2.FollowCache()))
+
+    def submit(
+        self,
+        submit: engine_pb2.Submit,
+        on_start: Callable[[], None] = lambda: None,
+        asked: Asked | None = None,
+    ) -> EngineStream:
         """Send a request and fill in its `first_sequence`. Raises Unavailable unless the engine is ready.
 
         on_start  called whenever one of its sequences starts to be computed, and when one ends
+        asked     what has decided that this engine gets it; None: that is not known
         """
         if not self.is_ready:
             raise Unavailable("the engine is not ready")
@@ -172,6 +210,10 @@ class EngineChannel:
         stream = EngineStream(numbers[0], count, abort=self.abort, forget=self.forget, on_start=on_start)
         for index, number in enumerate(numbers):
             self._routes[number] = (stream, index)
+        self._uncomputed[stream] = uncomputed = len(submit.prompt) - (asked.num_cached if asked else 0)
+        self._num_uncomputed += uncomputed
+        if asked is not None and self.cached is not None:
+            self.cached.expect(asked.keys())
         submit.first_sequence = numbers[0]
         self._post(engine_pb2.RouterMessage(submit=submit))
         return stream
@@ -181,7 +223,12 @@ class EngineChannel:
         if known and self.is_ready:
             self._post(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=known)))
 
+    def _computed(self, stream: EngineStream) -> None:
+        """Note that a stream's prompt needs no more computing."""
+        self._num_uncomputed -= self._uncomputed.pop(stream, 0)
+
     def forget(self, stream: EngineStream) -> None:
+        self._computed(stream)
         for index in range(len(stream.inboxes)):
             self._routes.pop(stream.first_sequence + index, None)
 
@@ -288,11 +335,14 @@ class EngineChannel:
                             await self._become_ready(hello)
                     case "hello":
                         self._check(message.hello)
+                        self._offers_cache = message.follows_cache
+                        self.cached = None
                         hello, self._answers_pings = message.hello, message.answers_pings
                         self._link, self._outgoing = link, asyncio.Queue()
                         watch = asyncio.create_task(self._watch(link))
                         helpers += [watch, asyncio.create_task(self._send(link, self._outgoing))]
                         self._ask()
+                        self._ask_for_cache()
                         if not self._answers_pings:
                             await self._become_ready(hello)
                     case "goodbye":
@@ -300,6 +350,13 @@ class EngineChannel:
                     case "cache_flushed":
                         if self._flushes and not (flush := self._flushes.pop(0)).done():  # done: its call was cancelled
                             flush.set_result(message.cache_flushed.freed_blocks)
+                    case "cache_snapshot" if hello is not None and self._wants_cache:
+                        if self.cached is None:
+                            self.cached = CachedKeys(hello)
+                        self.cached.take_snapshot(message.cache_snapshot)
+                    case "cache_delta" if self.cached is not None:
+                        if not self.cached.take_delta(message.cache_delta):
+                            self._ask_for_cache()
                     case "trace":
                         if parts := self._traces.get(message.trace.number):
                             parts.put_nowait(message.trace)
@@ -385,15 +442,19 @@ class EngineChannel:
                 self._wakeups.add(stream)
                 if not stream.has_begun:
                     stream.has_begun = True
+                    self._computed(stream)
                     stream.on_start()
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route
                 stream.inboxes[index].ended = ended
                 stream.live.discard(index)
+                if not stream.live:
+                    self._computed(stream)
                 stream.on_start()
                 self._wakeups.add(stream)
         self._num_others = max(0, step.load.waiting + step.load.running - len(self._routes))
+        self._num_others_uncomputed = max(0, step.load.uncomputed_tokens - self._num_uncomputed)
         self._wakeups.start()
 
     async def _lose(self) -> None:
@@ -402,7 +463,9 @@ class EngineChannel:
         self._owes_answer_since, self._answers_pings = None, False
         if was_ready:
             self._away_since = time.monotonic()
-        self._num_others = 0
+        self._num_others = self._num_uncomputed = self._num_others_uncomputed = 0
+        self._uncomputed.clear()
+        self.cached = None
         self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
         for stream, _ in self._routes.values():
             stream.error = EngineLost(info, has_left=self.says_goodbye)

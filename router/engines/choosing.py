@@ -1,4 +1,4 @@
-"""Which engine gets a request: what every rule must do, and the rules that need to know no prefix cache.
+"""Which engine gets a request: what every rule must do, and the rules.
 
 A rule sees engines that may have the request: they are ready, and not late unless all are.
 """
@@ -6,24 +6,38 @@ A rule sees engines that may have the request: they are ready, and not late unle
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from random import Random
 from typing import Protocol, TypeVar
 
 from pagoda.engine.v1 import engine_pb2
 
 from ...channel.strides import STRIDE, chain_root, first_key, stride_keys
 from ...settings.router import ChoiceName
+from .cached_keys import CachedKeys
 
 HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one engine: as long as most system prompts
+WARM = 0.8  # the part of a prompt that must be cached for an engine to be preferred
+PATIENCE_S = 2.0  # how much later a first token may come from an engine that has the prompt cached
+FULL_S, QUEUE_S = 1.0, 10.0  # what a full batch costs, and a queue as long as the batch
+MOST_TO_FEWEST, SLACK = 1.2, 3  # it has no more sequences than the engine with the fewest, times this and plus this
+NEAR_S = 0.005  # predictions that differ by less are equal
+UNKNOWN_RATE = 10_000.0  # prompt tokens a second, while no engine knows its own
 MOST_ABOVE_MEAN = 1.25  # times the mean number of sequences: an engine that has more gets no prompt by its hash
 
 
 class Engine(Protocol):
     """What a rule reads of an engine.
 
-    num_sequences  in it, those of other routers included
+    num_sequences         in it, those of other routers included
+    max_num_seqs          that it computes at once
+    num_uncomputed        prompt tokens that it still has to compute
+    prefill_tokens_per_s  how fast it does; 0: unknown
+    cached                what its prefix cache holds; None: it does not report that
     """
 
     @property
@@ -32,59 +46,176 @@ class Engine(Protocol):
     @property
     def num_sequences(self) -> int: ...
 
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
+    def num_uncomputed(self) -> int: ...
+
+    @property
+    def prefill_tokens_per_s(self) -> float: ...
+
+    @property
+    def cached(self) -> CachedKeys | None: ...
+
 
 AnEngine = TypeVar("AnEngine", bound=Engine)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Asked:
-    """What of a request decides which engine gets it.
+    """What of a request decides which engine gets it, and what was found when one was chosen.
 
-    prompt    its tokens
-    salt      of its prefixes; None: it uses no prefix cache
+    prompt      its tokens
+    salt        of its prefixes; None: it uses no prefix cache
+    ttft_s      its target for the time to the first token; None: it has none
+    num_cached  tokens of its prompt that the chosen engine has cached, as far as is known
     """
 
     prompt: Sequence[int]
     salt: str | None = ""
+    ttft_s: float | None = None
+    num_cached: int = 0
+    _keys: list[int] | None = None
 
     @classmethod
     def of(cls, submit: engine_pb2.Submit, prompt: Sequence[int] | None = None) -> Asked:
         """
         prompt  that of `submit`, as a list: reading it from there takes four times as long
         """
-        return cls(submit.prompt[:] if prompt is None else prompt, None if submit.cache.bypass else submit.cache.salt)
+        return cls(
+            submit.prompt[:] if prompt is None else prompt,
+            None if submit.cache.bypass else submit.cache.salt,
+            submit.slo.ttft_s if submit.slo.HasField("ttft_s") else None,
+        )
 
-    def keys(self, num_strides: int | None = None) -> list[int]:
-        """Return the stride keys of its prompt, or of the first strides only."""
+    def keys(self) -> list[int]:
+        """Return the stride keys of its prompt."""
+        if self._keys is None:
+            self._keys = self.first_keys(len(self.prompt))
+        return self._keys
+
+    def first_keys(self, num_tokens: int) -> list[int]:
+        """Return the stride keys of its first tokens."""
         if self.salt is None:
             return []
-        tokens = self.prompt if num_strides is None else self.prompt[: num_strides * STRIDE]
-        return stride_keys(first_key(chain_root(self.salt)), tokens)
+        return stride_keys(first_key(chain_root(self.salt)), self.prompt[:num_tokens])
 
 
-class Chooser(Protocol):
-    """A rule by which engines get requests."""
+class Chooser(ABC):
+    """A rule by which engines get requests.
 
+    choices         counts them, by engine and reason
+    predicted       counts prompt tokens that engines had cached, as far as was known, by engine
+    follows_caches  whether engines are to report what their prefix caches hold
+    """
+
+    follows_caches = False
+
+    def __init__(self) -> None:
+        self.choices: Counter[tuple[str, str]] = Counter()
+        self.predicted: Counter[str] = Counter()
+
+    @abstractmethod
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
         """Return one of the engines, of which there is at least one.
 
         asked  None: nothing is known of the request
         """
 
+    def chosen(self, engine: AnEngine, reason: str) -> AnEngine:
+        """Count a choice."""
+        self.choices[engine.name, reason] += 1
+        return engine
 
-class LeastLoaded:
+    def forget(self, name: str) -> None:
+        """Drop what was counted of an engine that has left."""
+        self.predicted.pop(name, None)
+        for key in [key for key in self.choices if key[0] == name]:
+            del self.choices[key]
+
+
+def least_loaded(engines: Sequence[AnEngine], turns: Iterator[int]) -> AnEngine:
+    """Return an engine of those with the fewest sequences: the next in turn."""
+    fewest = min(engine.num_sequences for engine in engines)
+    found = [engine for engine in engines if engine.num_sequences == fewest]
+    return found[next(turns) % len(found)]
+
+
+class LeastLoaded(Chooser):
     """The engine with the fewest sequences, in turn where several have as few."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._turns = itertools.count()
 
-    def choose(self, engines: Sequence[AnEngine], asked: Asked | None = None) -> AnEngine:
-        fewest = min(engine.num_sequences for engine in engines)
-        least_loaded = [engine for engine in engines if engine.num_sequences == fewest]
-        return least_loaded[next(self._turns) % len(least_loaded)]
+    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
+        return self.chosen(least_loaded(engines, self._turns), "load")
 
 
-class ByHash:
+class ByPrefix(Chooser):
+    """The engine that will have the first token soonest, or one that has the prompt cached and is not much later.
+
+    "Sticky until saturated": to move a prompt costs another engine time to compute it and room to cache it, which pays
+    only once its own engine makes it wait. A time to the first token is predicted from what the engine still has
+    to compute, what the prompt adds, and how fast the engine is. An engine that has far more sequences than another one
+    is saturated, too, as the time of its steps grows with them.
+    """
+
+    follows_caches = True
+
+    def __init__(self, random: Random | None = None) -> None:
+        super().__init__()
+        self._random = random or Random()
+
+    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
+        prompt_len, keys = (len(asked.prompt), asked.keys()) if asked is not None else (0, [])
+        rates = [engine.prefill_tokens_per_s for engine in engines]
+        known = [rate for rate in rates if rate > 0]
+        usual_rate = sum(known) / len(known) if known else UNKNOWN_RATE
+        most = SLACK + MOST_TO_FEWEST * min(engine.num_sequences for engine in engines)
+        costs, hits = list[float](), list[int]()
+        for engine, rate in zip(engines, rates, strict=True):
+            cached = engine.cached
+            hits.append(hit := STRIDE * cached.num_cached(keys) if keys and cached is not None else 0)
+            fill = engine.num_sequences / (engine.max_num_seqs or 1)
+            seconds = (engine.num_uncomputed + prompt_len - hit) / (rate or usual_rate)
+            costs.append(seconds + FULL_S * fill + QUEUE_S * max(0.0, fill - 1.0))
+        everyone = range(len(engines))
+        warm = [
+            at for at in everyone if hits[at] and hits[at] >= WARM * prompt_len and engines[at].num_sequences < most
+        ]
+        chosen, reason = self._cheapest(everyone, costs), "cost"
+        if warm:
+            best = self._cheapest(warm, costs)
+            patience_s = PATIENCE_S if asked is None or asked.ttft_s is None else asked.ttft_s / 2
+            is_near = costs[best] <= costs[chosen] + patience_s
+            chosen, reason = (best, "cached") if is_near else (chosen, "released")
+        if asked is not None:
+            asked.num_cached = min(hits[chosen], prompt_len)
+            self.predicted[engines[chosen].name] += asked.num_cached
+        return self.chosen(engines[chosen], reason)
+
+    def _cheapest(self, of: Sequence[int], costs: Sequence[float]) -> int:
+        """Choose one at random of those that cost about as little as the cheapest: routers must not all run to one."""
+        least = min(costs[at] for at in of)
+        return self._random.choice([at for at in of if costs[at] <= least + NEAR_S])
+
+
+class Automatic(ByPrefix):
+    """ByPrefix where every engine reports what it has cached, else LeastLoaded."""
+
+    def __init__(self, random: Random | None = None) -> None:
+        super().__init__(random)
+        self._turns = itertools.count()
+
+    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
+        if any(engine.cached is None for engine in engines):
+            return self.chosen(least_loaded(engines, self._turns), "load")
+        return super().choose(engines, asked)
+
+
+class ByHash(Chooser):
     """An engine that follows from the prompt's first tokens, as long as its load is near the mean; else the next one.
 
     Each engine has a rank for each hash (rendezvous hashing, Thaler & Ravishankar, 1998), so that few prompts move when
@@ -92,16 +223,24 @@ class ByHash:
     """
 
     def __init__(self) -> None:
-        self._least_loaded = LeastLoaded()
+        super().__init__()
+        self._turns = itertools.count()
 
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
-        keys = asked.keys(HASHED_STRIDES) if asked is not None else []
+        keys = asked.first_keys(HASHED_STRIDES * STRIDE) if asked is not None else []
         if not keys:
-            return self._least_loaded.choose(engines)
+            return self.chosen(least_loaded(engines, self._turns), "load")
         key = keys[-1].to_bytes(8, "little")
         most = MOST_ABOVE_MEAN * (1 + sum(engine.num_sequences for engine in engines)) / len(engines)
         free = [engine for engine in engines if engine.num_sequences < most]
-        return max(free, key=lambda engine: blake2b(engine.name.encode(), key=key, digest_size=8).digest())
+        best = max(free, key=lambda engine: blake2b(engine.name.encode(), key=key, digest_size=8).digest())
+        return self.chosen(best, "hash")
 
 
-RULES: dict[ChoiceName, Callable[[], Chooser]] = {"load": LeastLoaded, "hash": ByHash}
+REASONS = ("cached", "released", "cost", "hash", "load")
+RULES: dict[ChoiceName, Callable[[], Chooser]] = {
+    "auto": Automatic,
+    "load": LeastLoaded,
+    "hash": ByHash,
+    "prefix": ByPrefix,
+}

@@ -45,7 +45,7 @@ class Fleet:
         self.channels: list[EngineChannel] = []
         self._connect = connect
         self._numbers = itertools.count()
-        self._chooser = chooser or LeastLoaded()
+        self.chooser = chooser or LeastLoaded()
         self._looks_again: asyncio.TimerHandle | None = None
         self._tasks: dict[EngineChannel, asyncio.Task[None]] = {}
         self._failed: asyncio.Future[None] | None = None  # set while it runs; ends with the first channel that fails
@@ -66,6 +66,9 @@ class Fleet:
     def join(self, member: Member) -> None:
         channel = self._connect(member, next(self._numbers))
         self.channels.append(channel)
+        if self.chooser.follows_caches and len(self.channels) > 1:
+            for each in self.channels:
+                each.follow_cache()
         if self._failed is not None:
             log.info("the engine at %s joins", channel.label)
             self._start(channel)
@@ -109,6 +112,7 @@ class Fleet:
         idle = [channel for channel in leaving if not channel.num_live_sequences]
         for channel in idle:
             self.channels.remove(channel)
+            self.chooser.forget(channel.name)
             self._tasks.pop(channel).cancel()
         if len(idle) < len(leaving):
             self._looks_again = asyncio.get_running_loop().call_later(LOOKS_AGAIN_S, self._part)
@@ -157,4 +161,4 @@ class Fleet:
                 raise Unavailable("no engine of the same kind is ready", retry_after_s=self.retry_after_s)
         candidates = [channel for channel in ready if channel not in avoid] or ready
         candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
-        return candidates[0] if len(candidates) == 1 else self._chooser.choose(candidates, asked)
+        return candidates[0] if len(candidates) == 1 else self.chooser.choose(candidates, asked)

@@ -234,10 +234,12 @@ class InferenceServicer:
             admitted.reservation.starts()
             admitted.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
-        def send(engine: EngineChannel, progress: Progress) -> Stream:
+        def send(engine: EngineChannel, progress: Progress, chosen_by: Asked | None = None) -> Stream:
             admitted.record.engine = engine.name
             age_s, timeout_s = time.monotonic() - submitted_at, time_left(admitted.call)
-            return submit_again(engine, submit, progress, age_s=age_s, timeout_s=timeout_s, on_start=starts)
+            return submit_again(
+                engine, submit, progress, age_s=age_s, timeout_s=timeout_s, on_start=starts, asked=chosen_by
+            )
 
         fleet = self.services.fleet
         submitted_at = time.monotonic() if kept is None else kept.submitted_at
@@ -247,10 +249,10 @@ class InferenceServicer:
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
-                stream = send(engine, kept.progress)
+                stream = send(engine, kept.progress, asked)
             else:
                 admitted.record.engine = engine.name
-                stream = engine.submit(submit, starts)
+                stream = engine.submit(submit, starts, asked)
             admitted.live.stream = stream
             num_before = kept.num_tokens if kept is not None else 0
             answer: GenerateCall | None = None

@@ -18,6 +18,7 @@ from pagoda.v1 import inference_pb2
 
 from ...settings.sampling import PARAMETERS
 from ..engines.channel import EngineChannel
+from ..engines.choosing import Asked
 from ..engines.stream import EngineStream, SequenceInbox, Wake
 from ..errors import Aborted, EngineLost, InvalidArgument
 from ..tenants.caller import Caller
@@ -393,7 +394,7 @@ class Readouts:
             return stream
 
         admitted.record.answer = answer
-        engine = fleet.pick()
+        engine = fleet.pick(asked=Asked.of(submit(0)))
         stream = begin(engine)
         outputs: list[list[engine_pb2.Reading]] = [[] for _ in job.parts]
         try:

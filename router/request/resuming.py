@@ -23,6 +23,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
 from ..engines.channel import EngineChannel
+from ..engines.choosing import Asked
 from ..engines.stream import EngineStream, SequenceInbox, Wake
 from ..errors import ERROR_DOMAIN, Aborted, InvalidArgument, NotFound, PagodaError, Unavailable
 from .output import SequenceOutput
@@ -339,11 +340,13 @@ def submit_again(
     age_s: float,
     timeout_s: float | None,
     on_start: Callable[[], None],
+    asked: Asked | None = None,
 ) -> EngineStream | ContinuedStream:
     """Submit a request to an engine that goes on where another one was. Raises Unavailable unless it is ready.
 
     submit    the request as the first engine got it
     age_s     since then
+    asked     see EngineChannel.submit
     on_start  called when it starts to be computed. For a request that has begun that was before: called at once
     """
     again = engine_pb2.Submit()
@@ -356,7 +359,7 @@ def submit_again(
         on_start()
         again.ClearField("readout")  # the client has the prompt
         return ContinuedStream(engine, again, progress)
-    return engine.submit(again, on_start)  # all of its sequences share the prompt
+    return engine.submit(again, on_start, asked)  # all of its sequences share the prompt
 
 
 class ContinuedStream:

@@ -142,6 +142,10 @@ _OF_ROUTERS = (
     _histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_BOUNDS),
     _counter("request_success", "Sequences that ended, by reason.", "engine", "finished_reason", prefixes=_BOTH),
     _counter("calls", "Calls that ended, by status and, of an error, its reason.", "method", "code", "reason"),
+    _counter("engine_choices", "Requests for which one of several engines was chosen, by reason.", "engine", "reason"),
+    _counter(
+        "prefix_tokens_predicted", "Prompt tokens that the chosen engines had cached, as far as was known.", "engine"
+    ),
     _counter("failovers", "Requests that lost their engine, by what became of them.", "outcome"),
     _gauge("admitted_requests", "Requests that the routers hold."),
     _gauge("admitted_requests_limit", "The most requests that the routers admit at once."),

@@ -26,6 +26,7 @@ from prometheus_client.utils import floatToGoString
 from pagoda.v1 import control_pb2, inference_pb2
 
 from ... import installed_version
+from ..engines.choosing import REASONS
 from ..engines.fleet import Fleet
 from ..errors import PagodaError, Passed
 from ..request.admission import Admission
@@ -130,6 +131,9 @@ class Tally:
                 yield name, (engine, method), [*histogram.counts, histogram.total]
             for reason, count in counts.finished.items():
                 yield "request_success", (engine, reason), count
+            for reason in REASONS:
+                yield "engine_choices", (engine, reason), self._fleet.chooser.choices[engine, reason]
+            yield "prefix_tokens_predicted", (engine,), self._fleet.chooser.predicted[engine]
         for labels, number in self._calls.items():
             yield "calls", labels, number
         for outcome, number in self._failover.outcomes.items():

@@ -185,3 +185,28 @@ def test_engines_of_one_model_in_two_precisions_serve_together_only_if_asked_to(
                     assert one.info.weights_fingerprint == other.info.weights_fingerprint
                     assert len(one.info.weights_fingerprint) == 64
                     assert one.info.precision != other.info.precision
+
+
+def test_prompts_go_to_the_engine_that_has_them_cached(tmp_path: Path) -> None:
+    """Two routers, of which the second one learns from the engines alone what the first one has sent where."""
+    engines = ",".join(addresses := [f"unix:{tmp_path / name}.sock" for name in ("one", "two")])
+    prompts = [f"{at:>3}" * 100 for at in range(6)]
+
+    def cached_tokens(inference: inference_pb2_grpc.InferenceStub, prompt: str) -> int:
+        answer = ask(inference, request(prompt, max_tokens=2))
+        assert answer.ids() == expected_tokens(prompt.encode(), 2, 258)
+        return int(answer.responses[-1].usage.cached_tokens)
+
+    with contextlib.ExitStack() as stack:
+        for address in addresses:
+            stack.enter_context(running_engine(address, *ENGINE))
+        first, control = stack.enter_context(router(engines))
+        second, _ = stack.enter_context(router(engines))
+        until(lambda: len(control.GetLoad(LOAD).engines) == 2)
+        time.sleep(0.5)
+        for prompt in prompts:
+            cached_tokens(first, prompt)
+        assert all(each.prompt_tokens for each in control.GetLoad(LOAD).engines), "both have some"
+        time.sleep(1)  # until both routers know
+        for inference in (second, first):
+            assert min(cached_tokens(inference, prompt) for prompt in prompts for _ in range(2)) >= 256

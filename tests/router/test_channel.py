@@ -22,6 +22,7 @@ from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm import ShmServer
 from pagoda_server.router.engines.channel import EngineChannel
+from pagoda_server.router.engines.choosing import Asked
 from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
 from pagoda_server.router.errors import Unavailable
 
@@ -306,3 +307,42 @@ async def test_an_engine_that_knows_no_pings_gets_none_and_its_hang_is_not_hidde
             message = await engine.read()
             assert message is not None
             assert message.WhichOneof("message") == kind
+
+
+async def test_a_cache_is_followed_only_once_that_is_wanted_and_if_the_engine_offers_it() -> None:
+    async with connected() as (channel, engine):
+        await engine.write(engine_pb2.EngineMessage(cache_snapshot={"keys": [1], "is_first": True, "is_last": True}))
+        channel.follow_cache()
+        stream = channel.submit(submit())
+        message = await engine.read()
+        assert message is not None
+        assert message.WhichOneof("message") == "submit", "an engine that offers nothing is not asked"
+        assert channel.cached is None
+        stream.close()
+
+
+async def test_an_engine_that_reports_more_than_its_cache_holds_is_lost() -> None:
+    async with connected() as (channel, engine):
+        channel.follow_cache()
+        stream = channel.submit(submit())
+        await engine.write(engine_pb2.EngineMessage(cache_snapshot={"keys": range(100), "is_first": True}))
+        with pytest.raises(Unavailable):
+            await stream.wait()
+        assert channel.cached is None
+
+
+async def test_prompt_tokens_count_until_the_first_token_and_those_of_other_routers_as_reported() -> None:
+    async with connected() as (channel, engine):
+        asked = Asked([1] * 100)
+        asked.num_cached = 64
+        first, second = channel.submit(submit(100), asked=asked), channel.submit(submit(10))
+        assert channel.num_uncomputed == 46
+        load = control_pb2.EngineLoad(uncomputed_tokens=146, prefill_tokens_per_s=1000)
+        await engine.write(engine_pb2.EngineMessage(step={"load": load}))
+        await until(lambda: channel.num_uncomputed == 146)
+        assert channel.prefill_tokens_per_s == 1000
+        step = engine_pb2.StepOutput(sequences=[first.first_sequence], tokens=[1])
+        await engine.write(engine_pb2.EngineMessage(step=step))
+        await until(lambda: channel.num_uncomputed == 10)
+        second.close()
+        assert channel.num_uncomputed == 0

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from random import Random
 
 import pytest
 
+from bench.fleet import RULES, Machine, Outcome, arrivals, simulate
 from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2
 from pagoda_server.channel.strides import STRIDE, chain_root, first_key, stride_keys
-from pagoda_server.router.engines.choosing import HASHED_STRIDES, Asked, ByHash
+from pagoda_server.router.engines.cached_keys import EXPECTED_S, MOST_KEYS, CachedKeys, WrongCacheReport
+from pagoda_server.router.engines.choosing import (
+    HASHED_STRIDES,
+    MOST_TO_FEWEST,
+    PATIENCE_S,
+    SLACK,
+    Asked,
+    Automatic,
+    ByHash,
+    ByPrefix,
+)
+
+INFO = control_pb2.EngineInfo(kv_cache={"num_blocks": 1000, "block_size": 16})
 
 
 @dataclass
 class Engine:
     name: str
     num_sequences: int = 0
+    max_num_seqs: int = 64
+    num_uncomputed: int = 0
+    prefill_tokens_per_s: float = 10_000.0
+    cached: CachedKeys | None = field(default_factory=lambda: CachedKeys(INFO))
 
 
 def engines(count: int) -> list[Engine]:
@@ -39,7 +59,7 @@ def test_a_key_stands_for_all_tokens_up_to_its_stride() -> None:
 def test_a_request_has_keys_unless_it_bypasses_the_cache() -> None:
     submit = engine_pb2.Submit(prompt=range(200), cache={"salt": "a"})
     assert Asked.of(submit).keys() == stride_keys(first_key(chain_root("a")), range(200))
-    assert Asked.of(submit, list(range(200))).keys(1) == stride_keys(first_key(chain_root("a")), range(64))
+    assert Asked.of(submit, list(range(200))).first_keys(STRIDE) == stride_keys(first_key(chain_root("a")), range(64))
     submit.cache.bypass = True
     assert Asked.of(submit).keys() == []
 
@@ -79,3 +99,136 @@ def test_a_request_without_keys_goes_to_the_least_loaded_engine(asked: Asked | N
     for _ in range(30):
         rule.choose(fleet, asked).num_sequences += 1
     assert [each.num_sequences for each in fleet] == [10, 10, 10]
+
+
+# -- by what is cached -------------------------------------------------------------------------------------------------
+
+
+def caching(engine: Engine, prompt: list[int]) -> Engine:
+    assert engine.cached is not None
+    engine.cached.take_snapshot(engine_pb2.CacheSnapshot(keys=Asked(prompt).keys(), is_first=True, is_last=True))
+    return engine
+
+
+def by_prefix(fleet: Sequence[Engine], asked: Asked) -> tuple[str, str]:
+    """The chosen engine and why."""
+    rule = ByPrefix(Random(1))
+    name = rule.choose(fleet, asked).name
+    return name, next(iter(rule.choices))[1]
+
+
+def test_a_prompt_goes_to_the_engine_that_has_it_cached_unless_that_makes_it_wait() -> None:
+    (prompt,) = prompts(1)
+    fleet = [*engines(3), caching(Engine("warm"), prompt[:5500])]
+    asked = Asked([*prompt[:5500], *range(900)])
+    assert by_prefix(fleet, asked) == ("warm", "cached")
+    assert asked.num_cached == 5500 // STRIDE * STRIDE
+    fleet[3].num_uncomputed = 10_000
+    assert by_prefix(fleet, asked) == ("warm", "cached")
+    fleet[3].num_uncomputed = int(10_000 * (PATIENCE_S + 1))
+    assert by_prefix(fleet, asked)[1] == "released"
+    fleet[3].num_uncomputed = 10_000
+    assert by_prefix(fleet, replace(asked, ttft_s=0.5))[1] == "released", "its target leaves it less patience"
+    fleet[3].num_uncomputed = 0
+    fleet[3].num_sequences = SLACK
+    assert by_prefix(fleet, asked)[1] == "cost", "it has too many sequences"
+    for each in fleet[:3]:
+        each.num_sequences = 10
+    fleet[3].num_sequences = math.ceil(10 * MOST_TO_FEWEST)
+    assert by_prefix(fleet, asked) == ("warm", "cached")
+
+
+def test_a_prompt_that_no_engine_has_goes_where_it_is_computed_first() -> None:
+    fast, slow, busy = (
+        Engine("fast", prefill_tokens_per_s=20_000),
+        Engine("slow"),
+        Engine("busy", num_uncomputed=50_000),
+    )
+    asked = Asked([1] * 6000)
+    assert by_prefix([busy, slow, fast], asked) == ("fast", "cost")
+    fast.num_uncomputed = 9_000
+    assert by_prefix([busy, slow, fast], asked) == ("slow", "cost")
+
+
+def test_engines_that_are_as_good_share_prompts_at_random() -> None:
+    rule, fleet = ByPrefix(Random(1)), engines(4)
+    counts = Counter(rule.choose(fleet, Asked([1] * 500)).name for _ in range(400))
+    assert min(counts.values()) > 60
+
+
+def test_engines_are_chosen_by_load_while_one_reports_nothing() -> None:
+    (prompt,) = prompts(1)
+    fleet = [caching(Engine("warm", num_sequences=1), prompt), Engine("cold")]
+    assert Automatic().choose(fleet, Asked(prompt)).name == "warm"
+    fleet[1].cached = None
+    assert Automatic().choose(fleet, Asked(prompt)).name == "cold"
+
+
+def test_a_prompt_counts_as_cached_where_it_was_sent_until_the_engine_must_have_reported_it() -> None:
+    now = 0.0
+    cached, keys = CachedKeys(INFO, lambda: now), Asked([1] * 640).keys()
+    cached.expect(keys)
+    assert cached.num_cached(keys) == 10
+    now = EXPECTED_S
+    cached.expect([])
+    assert cached.num_cached(keys) == 0
+
+
+def test_deltas_follow_a_snapshot_and_a_gap_needs_another_one() -> None:
+    cached, keys = CachedKeys(INFO), Asked([1] * 640).keys()
+    assert cached.take_delta(engine_pb2.CacheDelta(number=7, stored=keys)), "a snapshot is under way"
+    cached.take_snapshot(engine_pb2.CacheSnapshot(number=7, keys=keys[:3], is_first=True))
+    cached.take_snapshot(engine_pb2.CacheSnapshot(number=7, keys=keys[3:6], is_last=True))
+    assert cached.num_cached(keys) == 6
+    assert cached.take_delta(engine_pb2.CacheDelta(number=8, stored=keys[6:], removed=keys[8:]))
+    assert cached.num_cached(keys) == 10
+    assert not cached.take_delta(engine_pb2.CacheDelta(number=10, removed=keys))
+    cached.take_snapshot(engine_pb2.CacheSnapshot(number=10, is_first=True, is_last=True))
+    assert cached.num_cached(keys) == 0
+
+
+@pytest.mark.parametrize("num_blocks", [1000, (1 << 32) - 1])
+def test_an_engine_that_reports_more_than_its_cache_holds_is_refused(num_blocks: int) -> None:
+    cached = CachedKeys(control_pb2.EngineInfo(kv_cache={"num_blocks": num_blocks, "block_size": 16}))
+    most = min(num_blocks, MOST_KEYS)
+    cached.take_snapshot(engine_pb2.CacheSnapshot(keys=range(most), is_first=True, is_last=True))
+    with pytest.raises(WrongCacheReport, match=f"{most}"):
+        cached.take_delta(engine_pb2.CacheDelta(number=1, stored=[most]))
+    with pytest.raises(WrongCacheReport, match=f"{most}"):
+        cached.take_snapshot(engine_pb2.CacheSnapshot(keys=range(2 * most), is_first=True))
+    assert len(cached) <= most + 1
+
+
+# -- eight engines, simulated ------------------------------------------------------------------------------------------
+
+SMALL = Machine(num_strides=1500, max_num_seqs=32)
+
+
+def served(rule: str, num_routers: int = 1, **workload: float) -> Outcome:
+    """What becomes of 2,000 requests: `python -m bench.fleet` with smaller caches, shorter prompts and outputs."""
+    requests = arrivals(2000, 100.0, prefix_len=1536, prompt_len=1856, output_len=120, **workload)  # type: ignore[arg-type]
+    return simulate(RULES[rule], requests, num_routers=num_routers, machine=SMALL)
+
+
+def test_prompts_that_share_prefixes_find_them_and_start_sooner() -> None:
+    load, one, two = (
+        served("load", num_prefixes=80),
+        served("auto", num_prefixes=80),
+        served("auto", 2, num_prefixes=80),
+    )
+    assert one.hit_rate >= 0.9 * one.best_hit_rate
+    assert one.ttft_p90_s <= load.ttft_p90_s / 3
+    assert one.tokens_per_s >= 1.25 * load.tokens_per_s
+    assert two.hit_rate >= 0.95 * one.hit_rate, "what two routers see a quarter second late is enough"
+
+
+def test_prompts_that_share_nothing_lose_nothing() -> None:
+    load, prefix = served("load", num_prefixes=0), served("auto", num_prefixes=0)
+    assert prefix.tokens_per_s >= 0.97 * load.tokens_per_s
+    assert prefix.ttft_p90_s <= 1.03 * load.ttft_p90_s
+
+
+def test_a_prefix_that_most_prompts_have_is_spread_over_engines() -> None:
+    found = served("auto", num_prefixes=150, popular=0.8)
+    assert found.max_to_min <= 1.5
+    assert found.hit_rate >= 0.9 * found.best_hit_rate
