@@ -117,10 +117,10 @@ def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
         )
     if load.host_blocks_total:
         rows["host memory"] = (
-            f"{load.host_blocks_used} of {load.host_blocks_total} blocks in use, {load.host_blocks_cached} cached "
-            f"({load.host_cached_tokens} tokens found), "
+            f"{load.host_blocks_used} of {load.host_blocks_total} blocks in use, "
             f"{load.saved_tokens} tokens copied there, {load.loaded_tokens} back"
         )
+        rows["host cache"] = f"{load.host_blocks_cached} blocks, {load.host_cached_tokens} prompt tokens found"
     return rows
 
 

@@ -435,7 +435,8 @@ def test_status_shows_the_server_and_its_load() -> None:
         "25 in use",
         "ann: 70 % of",
         "and 3 more",
-        "12 of 64 blocks in use, 0 cached (0 tokens found), 900 tokens copied there, 700 back",
+        "12 of 64 blocks in use, 900 tokens copied there, 700 back",
+        "0 blocks, 0 prompt tokens found",
         "40 tokens drafted, 30 of them accepted; 7 tokens forced by grammars",
     ):
         assert fact in output
