@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -35,7 +35,7 @@ class PagodaError(Exception):
     reason         UPPER_SNAKE_CASE constant for programs to compare; empty if the code says it all
     """
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
 
     def __init__(self, message: str, *about: Message, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -209,6 +209,22 @@ class Passed(Exception):
     def __init__(self, error: grpc.aio.AioRpcError) -> None:
         super().__init__(error.details())
         self.status = Status(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+
+    @property
+    def error(self) -> PagodaError:
+        """An error as the one that has ended that call, for protocols other than gRPC."""
+        metadata = dict(self.status.trailing_metadata)
+        retry_after_ms = metadata.get("grpc-retry-pushback-ms")
+        info = error_details_pb2.ErrorInfo()
+        about = [
+            info
+            for detail in status_pb2.Status.FromString(metadata.get(STATUS_DETAILS_KEY, b"")).details
+            if detail.Unpack(info)
+        ]
+        retry_after_s = None if retry_after_ms is None else int(retry_after_ms) / 1e3
+        error = PagodaError(self.status.details, *about, retry_after_s=retry_after_s)
+        error.code = self.status.code
+        return error
 
 
 class Status(NamedTuple):

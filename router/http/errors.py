@@ -15,6 +15,7 @@ from ..errors import (
     Internal,
     InvalidArgument,
     PagodaError,
+    Passed,
     Unimplemented,
     to_status,
 )
@@ -65,6 +66,8 @@ class Refusal:
 
 def refusal(error: Exception) -> Refusal:
     """Convert an exception; internal ones are logged in full and become a fixed text, as for gRPC."""
+    if isinstance(error, Passed):
+        error = error.error
     if isinstance(error, HttpError):
         return _refusal(error.status, error.message, "invalid_request_error", error.code)
     if isinstance(error, BodyTooLarge):

@@ -41,7 +41,7 @@ class Answer(Protocol):
 class Api(Protocol):
     """How one kind of request and answer looks, whose parts a call needs in this order."""
 
-    def request(self, raw: bytes, limits: Limits, request_id: str) -> Any:
+    def request(self, raw: bytes, limits: Limits, call: HttpCall) -> Any:
         """Make the method's request; runs in a thread if the body is large. Raises InvalidArgument, Unimplemented."""
 
     def answer(self) -> Answer:
@@ -198,7 +198,7 @@ class Endpoint:
         call = HttpCall(scope, receive, send, self._max_bytes, api.answer)
 
         def parse(raw: bytes, limits: Limits) -> Any:
-            return api.request(raw, limits, call.request_id)
+            return api.request(raw, limits, call)
 
         route = f"{scope['method']} {scope['path']}"
         if (why := self._inference.refusal(caller().tenant)) is not None:

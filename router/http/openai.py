@@ -9,19 +9,22 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
 from pagoda.v1 import inference_pb2
 
-from ..errors import PagodaError
+from ..errors import NotFound, PagodaError
 from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.receiving import Parse
 from ..request.validation import check_model
-from .http_call import Answer, Endpoint, HttpCall
+from .errors import HttpError
+from .http_call import Answer, Endpoint, HttpCall, Serve
 from .openai_answers import answer_to
 from .openai_embeddings import EmbeddingsApi
 from .openai_prompts import Completion, complete
 from .openai_requests import Asked, own_name, translated
+from .openai_resuming import LAST_EVENT_ID, ByLastEventId, EventId, ResumableAnswer
 
 
 class _Api:
@@ -32,12 +35,14 @@ class _Api:
         self._asked = Asked(is_chat)
         self._request_id = ""
 
-    def request(self, raw: bytes, limits: Limits, request_id: str) -> inference_pb2.GenerateRequest:
+    def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.GenerateRequest:
         request = translated(raw, limits, self._asked)
-        request.request_id = self._request_id = request_id
+        request.request_id = self._request_id = call.request_id
         return request
 
     def answer(self) -> Answer:
+        if self._asked.is_resumable:
+            return ResumableAnswer(self._asked, self._request_id, self._model)
         return answer_to(self._asked, self._request_id, self._model)
 
     def own_name(self, field: str) -> str:
@@ -50,8 +55,21 @@ class _Completions(_Api):
     def __init__(self, model: str) -> None:
         super().__init__(model, is_chat=False)
 
-    def request(self, raw: bytes, limits: Limits, request_id: str) -> Completion:  # type: ignore[override]
-        return Completion(super().request(raw, limits, request_id), self._asked)
+    def request(self, raw: bytes, limits: Limits, call: HttpCall) -> Completion:  # type: ignore[override]
+        return Completion(super().request(raw, limits, call), self._asked)
+
+
+class _Resumed(_Api):
+    """The same for a request that was sent again with the id of the last event that its client has."""
+
+    def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.ResumeRequest:  # type: ignore[override]
+        self._received = EventId.read(call.header(LAST_EVENT_ID))
+        translated(raw, limits, self._asked)
+        self._asked.created, call.request_id = self._received.created, self._received.request_id
+        return self._received.resume_request(self._asked)
+
+    def answer(self) -> Answer:
+        return ResumableAnswer(self._asked, self._received.request_id, self._model, self._received)
 
 
 def routes(
@@ -81,8 +99,20 @@ def routes(
     async def embed(call: HttpCall, parse: Parse[inference_pb2.EmbedRequest], route: str) -> None:
         await inference.readouts.embed(call, parse, route, call.take)
 
-    chats = Endpoint(inference, "Generate", inference.generate, partial(_Api, model, is_chat=True), max_bytes)
-    completions = Endpoint(inference, "Generate", partial(complete, inference), partial(_Completions, model), max_bytes)
+    async def resume(call: HttpCall, parse: Parse[inference_pb2.ResumeRequest], route: str) -> None:
+        try:
+            await inference.resume(call, parse, route)
+        except NotFound:
+            why = f"{LAST_EVENT_ID}: no stream is kept under this id; see --resume-s"
+            raise HttpError(404, why, "stream_not_found") from None
+
+    def resumable(serve: Serve, make_api: Callable[[], _Api], is_chat: bool) -> ASGIApp:
+        begun = Endpoint(inference, "Generate", serve, make_api, max_bytes)
+        resumed = Endpoint(inference, "Resume", resume, partial(_Resumed, model, is_chat), max_bytes)
+        return ByLastEventId(begun, resumed)
+
+    chats = resumable(inference.generate, partial(_Api, model, is_chat=True), is_chat=True)
+    completions = resumable(partial(complete, inference), partial(_Completions, model), is_chat=False)
     embeddings = Endpoint(inference, "Embed", embed, partial(EmbeddingsApi, model), max_bytes)
     return [
         Route("/v1/models", models),

@@ -31,7 +31,7 @@ _REASONS = {
 
 def answer_to(asked: Asked, request_id: str, model: str) -> Answer:
     """What makes the answer that was asked for of a call's messages."""
-    return (_Stream if asked.is_stream else _Whole)(asked, request_id, model)
+    return (StreamedAnswer if asked.is_stream else _Whole)(asked, request_id, model)
 
 
 class _Shape:
@@ -51,10 +51,13 @@ class _Shape:
         self.echoes = [_Echo(text) for text in texts] if asked.is_echo else []
         self.logprobs: defaultdict[int, _Logprobs] | None = None
         if asked.logprobs is not None:
-            self.logprobs = defaultdict(_ChatLogprobs if asked.is_chat else _CompletionLogprobs)
+            make: type[_Logprobs] = _ChatLogprobs if asked.is_chat else _CompletionLogprobs
+            self.logprobs = defaultdict(make)
 
 
-class _Stream:
+class StreamedAnswer:
+    """Server-sent events: one for each message with text, and those that begin and end a sequence."""
+
     media_type = "text/event-stream; charset=utf-8"
 
     def __init__(self, asked: Asked, request_id: str, model: str) -> None:
@@ -314,7 +317,12 @@ def _cut() -> Aborted:
 
 
 class _Logprobs(Protocol):
-    """Log-probabilities of one sequence: an entry for each token, as pieces of JSON."""
+    """Log-probabilities of one sequence: an entry for each token, as pieces of JSON.
+
+    offset  where the next token's text begins, and the bytes before it that are no whole character; None: is not told
+    """
+
+    offset: tuple[int, bytes] | None
 
     def of(self, tokens: Sequence[inference_pb2.Token]) -> list[tuple[str, ...]]: ...
 
@@ -322,6 +330,8 @@ class _Logprobs(Protocol):
 
 
 class _ChatLogprobs:
+    offset: tuple[int, bytes] | None = None
+
     def of(self, tokens: Sequence[inference_pb2.Token]) -> list[tuple[str, ...]]:
         return [
             (f'{{{_chat_token(each)},"top_logprobs":[{",".join(f"{{{_chat_token(top)}}}" for top in each.top)}]}}',)
@@ -336,6 +346,15 @@ class _CompletionLogprobs:
     def __init__(self) -> None:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    @property
+    def offset(self) -> tuple[int, bytes] | None:
+        return self._offset, self._decoder.getstate()[0]
+
+    @offset.setter
+    def offset(self, offset: tuple[int, bytes] | None) -> None:
+        self._offset, pending = offset or (0, b"")
+        self._decoder.setstate((pending, 0))
 
     def of(self, tokens: Sequence[inference_pb2.Token]) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = []

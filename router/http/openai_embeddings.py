@@ -13,7 +13,7 @@ from pagoda.v1 import inference_pb2
 from ..errors import InvalidArgument
 from ..request.fields import Limits, check_count
 from ..request.json_body import Fields, Json, integers_of, json_object
-from .http_call import Answer
+from .http_call import Answer, HttpCall
 
 _POOLINGS = {
     "last": inference_pb2.POOLING_LAST,
@@ -35,9 +35,9 @@ class EmbeddingsApi:
         self._is_one = False  # the input is one text or one list of token ids
         self._answer = b""
 
-    def request(self, raw: bytes, limits: Limits, request_id: str) -> inference_pb2.EmbedRequest:
+    def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.EmbedRequest:
         given = Fields(json_object(raw, limits))
-        request = inference_pb2.EmbedRequest(request_id=request_id)
+        request = inference_pb2.EmbedRequest(request_id=call.request_id)
         try:
             self._fill(request, given, limits)
         except UnicodeEncodeError:  # the protocol's texts are UTF-8

@@ -50,6 +50,7 @@ class Asked:
 
     logprobs         None: none; 0: of each token; N: also of the N most likely
     is_echo          a completion begins with its prompt
+    is_resumable     a stream's events have ids, and its client may go on from any of them
     prompts          a completion's prompts: texts or token ids
     failed_prompt    which of them an error is about
     drops_output     only the prompt is wanted, with its log-probabilities
@@ -63,6 +64,7 @@ class Asked:
     has_usage: bool = False
     logprobs: int | None = None
     is_echo: bool = False
+    is_resumable: bool = False
     prompts: Sequence[Prompt] = ("",)
     failed_prompt: int = 0
     drops_output: bool = False
@@ -88,6 +90,7 @@ def translated(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.Genera
             set_prompt(request, asked.prompts[0])
         _generation(given, request, limits, asked)
         _guided(given, request, asked)
+        request.resumable = asked.is_resumable = _is_resumable(given, asked)
     except UnicodeEncodeError:  # the protocol's texts are UTF-8
         raise InvalidArgument("body", "holds half of a surrogate pair, which is no character") from None
     except RecursionError:
@@ -204,6 +207,18 @@ def _stream_options(given: Fields, asked: Asked) -> None:
     fields.none_left()
 
 
+def _is_resumable(given: Fields, asked: Asked) -> bool:
+    if not given.flag("resumable"):
+        return False
+    if not asked.is_stream:
+        raise InvalidArgument("resumable", "needs stream to be true")
+    if asked.is_echo:
+        raise InvalidArgument("resumable", "cannot be given beside echo")
+    if len(asked.prompts) > 1:
+        raise InvalidArgument("resumable", "needs a single prompt")
+    return True
+
+
 def _max_tokens(given: Fields, asked: Asked) -> int | None:
     older = given.integer("max_tokens")
     if not asked.is_chat:
@@ -314,6 +329,8 @@ def _own_name(path: str, asked: Asked) -> str:
         return _OWN_NAMES[path]
     if path in ("input", "chat"):
         return "messages" if asked.is_chat else "prompt"
+    if path.startswith("received"):
+        return "last-event-id"
     if path.startswith("guided"):
         return asked.format_name
     if path == "output.logprobs" and asked.is_chat:

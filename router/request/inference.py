@@ -183,18 +183,30 @@ class InferenceServicer:
     async def _resume(self, _: object, call: ClientCall) -> None:
         await self._resume_from(call, self.resume_elsewhere)
 
+    async def resume(self, call: ClientCall, parse: Parse[inference_pb2.ResumeRequest], route: str) -> None:
+        """Serve a call of Resume that came by another protocol: see `generate`."""
+        await self._resume_from(call, self.resume_elsewhere, parse, route, most=None)
+
     async def resume_here(self, _: object, call: ClientCall) -> None:
         """The Resume method for other routers, which have asked themselves before."""
         await self._resume_from(call, None)
 
-    async def _resume_from(self, call: ClientCall, elsewhere: ResumeElsewhere | None) -> None:
-        async with self.services.admitted("Resume", f"{SERVICE}/Resume", call, most=SMALL_BYTES) as admitted:
+    async def _resume_from(
+        self,
+        call: ClientCall,
+        elsewhere: ResumeElsewhere | None,
+        parse: Parse[inference_pb2.ResumeRequest] = _RESUME,
+        route: str = f"{SERVICE}/Resume",
+        most: int | None = SMALL_BYTES,
+    ) -> None:
+        async with self.services.admitted("Resume", route, call, most=most) as admitted:
             limits, tenant, record = self.limits, admitted.asker.tenant, admitted.record
-            request = await admitted.message.parsed(lambda raw: validate_resume(_RESUME(raw, limits), limits))
+            request = await admitted.message.parsed(lambda raw: validate_resume(parse(raw, limits), limits))
             record.request_id = request.request_id
             kept = self._kept.find(tenant, request.request_id)
             if kept is None:
                 await self.services.messages.check_end(call)
+                admitted.message.release()
                 async with ClientWriter(call, self._stall_timeout_s) as writer:
                     if elsewhere and await elsewhere(request, tenant, time_left(call), writer.write):
                         return

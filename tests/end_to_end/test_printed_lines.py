@@ -102,7 +102,7 @@ def assert_answers(line: str, printed: str) -> None:
             assert answer["finish_reason"] in ("stop", "length"), line
             assert_readable(answer["text"], line)
     elif "/v1/completions" in line:
-        events = [event.removeprefix("data: ") for event in printed.split("\n\n") if event]
+        events = [event.rpartition("data: ")[2] for event in printed.split("\n\n") if event]
         assert events.pop() == "[DONE]"
         choices = [choice for event in events for choice in json.loads(event)["choices"]]
         assert choices[-1]["finish_reason"] in ("stop", "length"), line

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from google.protobuf import json_format
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument
+from pagoda_server.router.http.http_call import HttpCall
 from pagoda_server.router.http.openai_embeddings import EmbeddingsApi
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.readouts import validate_embed
@@ -21,7 +23,8 @@ LIMITS = Limits(max_model_len=4096, vocab_size=1000, kv_token_capacity=1 << 20, 
 
 def request(**fields: Any) -> tuple[inference_pb2.EmbedRequest, EmbeddingsApi]:
     api = EmbeddingsApi("m")
-    return api.request(json.dumps({"input": "Hi"} | fields).encode(), LIMITS, "r"), api
+    call = cast("HttpCall", SimpleNamespace(request_id="r"))
+    return api.request(json.dumps({"input": "Hi"} | fields).encode(), LIMITS, call), api
 
 
 @pytest.mark.parametrize(
