@@ -30,7 +30,7 @@ _HEADERS = {
 PUBLIC_PATHS = ("/", *(f"/assets/{path.name}" for path in _FILES))
 
 
-def routes(feed: LiveFeed, about: dict[str, str]) -> list[BaseRoute]:
+def routes(feed: LiveFeed, about: dict[str, object]) -> list[BaseRoute]:
     """The page, its files, and the feed that it watches.
 
     about  what the page says of the server
@@ -63,7 +63,7 @@ class _File:
 class _Live(Response):
     """Server-sent events: `hello` once, then a message for each of the feed's."""
 
-    def __init__(self, feed: LiveFeed, caller: Caller, about: dict[str, str]) -> None:
+    def __init__(self, feed: LiveFeed, caller: Caller, about: dict[str, object]) -> None:
         self._feed = feed
         self._caller = caller
         self._hello = {**about, "tenant": caller.tenant, "observes": caller.may(Right.OBSERVE)}

@@ -362,10 +362,12 @@ class Router:
         assert self._tally is not None, "there is one with --http"
         load = self._group.control.current_load if self._group else self._control.current_load
         shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
+        is_resumable = self._config.resume_s > 0
+        about = {"model": self._name, "version": installed_version(), "resumable": is_resumable}
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
             *openai.routes(self._inference, self._name, self._fleet.refusal, max_bytes),
-            *page.routes(LiveFeed(self._fleet, load), {"model": self._name, "version": installed_version()}),
+            *page.routes(LiveFeed(self._fleet, load), about),
             *metrics.routes(shown.page),
         ]
 

@@ -1,6 +1,7 @@
 // The server's HTTP: streams of events with the tab's token, and errors in words.
 
 const TOKEN = "pagoda-token";
+const RETRIES = 10; // of a stream that was lost, without an event between them; a second apart, or as the server says
 
 export function token() {
   return sessionStorage.getItem(TOKEN) ?? "";
@@ -19,9 +20,28 @@ export class ServerError extends Error {
   }
 }
 
-// The events of a stream, each {event, data}. Throws ServerError.
-export async function* events(path, { body, signal } = {}) {
+// The events of a stream, each {event, data, id}. A stream whose events have ids goes on behind the last one when its
+// connection or the engine is lost. Throws ServerError.
+export async function* events(path, options = {}) {
+  let lastId = "";
+  for (let tries = 0; ; tries += 1) {
+    try {
+      for await (const event of connected(path, { ...options, lastId })) {
+        if (event.data.startsWith('{"error"') && JSON.parse(event.data).error.code === "resumable") throw lost();
+        if (event.id) [lastId, tries] = [event.id, 0];
+        yield event;
+      }
+      return;
+    } catch (error) {
+      if (!lastId || ![0, 503].includes(error.status) || tries === RETRIES) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 1e3 * (error.retryAfter ?? 1)));
+    }
+  }
+}
+
+async function* connected(path, { body, signal, lastId }) {
   const headers = {};
+  if (lastId) headers["Last-Event-ID"] = lastId;
   if (token()) headers.Authorization = `Bearer ${token()}`;
   if (body) headers["Content-Type"] = "application/json";
   let response;
@@ -46,18 +66,23 @@ export async function* events(path, { body, signal } = {}) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError(0, "The connection to the server was lost.");
+    throw lost();
   } finally {
     reader.cancel().catch(() => {});
   }
 }
 
+function lost() {
+  return new ServerError(0, "The connection to the server was lost.");
+}
+
 function parsed(text) {
-  const event = { event: "message", data: "" };
+  const event = { event: "message", data: "", id: "" };
   for (const line of text.split("\n")) {
     const [, name, value] = /^(\w+): ?(.*)$/.exec(line) ?? [];
     if (name === "event") event.event = value;
     else if (name === "data") event.data += value;
+    else if (name === "id") event.id = value;
   }
   return event;
 }

@@ -36,7 +36,8 @@ function named(id, name) {
   if (names.size > 200) names.delete(names.keys().next().value);
 }
 
-export function startChat({ model, onUnauthenticated }) {
+// resumable  whether the server keeps streams that can be resumed
+export function startChat({ model, resumable, onUnauthenticated }) {
   const log = $("log");
   const message = $("message");
   const welcome = $("welcome");
@@ -139,7 +140,8 @@ export function startChat({ model, onUnauthenticated }) {
     const clock = meter();
     const paint = () => show(words, content, log);
     try {
-      const body = { ...OPTIONS, ...sampling(), model: model(), messages: withSystem(messages) };
+      const asked = { ...OPTIONS, resumable: resumable(), ...sampling() };
+      const body = { ...asked, model: model(), messages: withSystem(messages) };
       for await (const { data } of events("/v1/chat/completions", { body, signal: controller.signal })) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);

@@ -58,14 +58,15 @@ function showState(text, isServing = false) {
 }
 
 let tenant = "";
+let resumable = false;
 
 startSettings();
-startChat({ model: () => model || undefined, onUnauthenticated });
+startChat({ model: () => model || undefined, resumable: () => resumable, onUnauthenticated });
 const live = startLive({
   hello(server) {
     showState(server ? "connected" : "not connected");
     if (!server) return;
-    ({ model, tenant } = server);
+    ({ model, tenant, resumable } = server);
     $("model").textContent = server.model;
     document.title = `${server.model} · Pagoda`;
   },
