@@ -48,10 +48,15 @@ class ConfigFile:
         except ValueError as error:
             raise ConfigError(f"{path} {error}") from None
         self._read: set[str] = set()
+        self._written: dict[str, str] = {}  # the file's name of a field that was renamed
 
     def _get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
         return self._fields.get(name, default)
+
+    def error(self, name: str, problem: str) -> ConfigError:
+        """An error whose message names the field as the file does; `problem` follows it in a sentence."""
+        return ConfigError(f"config.json: {self._written.get(name, name)} {problem}")
 
     def refuse_unread(self) -> None:
         """Raise ConfigError for a field that was not read, unless it cannot change what is computed."""
@@ -70,13 +75,13 @@ class ConfigFile:
     def text(self, name: str, default: str) -> str:
         value = self._get(name)
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f"config.json: {name} must be a name, not {shown(value)}")
+            raise self.error(name, f"must be a name, not {shown(value)}")
         return default if value is None else value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {name} must be true or false, not {shown(value)}")
+            raise self.error(name, f"must be true or false, not {shown(value)}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -84,11 +89,11 @@ class ConfigFile:
         value = self._get(name)
         value = default if value is None else value
         if value is None:
-            raise ConfigError(f"config.json has no {name}")
+            raise ConfigError(f"config.json has no {self._written.get(name, name)}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"config.json: {name} must be a positive whole number, not {shown(value)}")
+            raise self.error(name, f"must be a positive whole number, not {shown(value)}")
         if value > (most := MAX_SIZES.get(name, MAX_SIZE)):
-            raise ConfigError(f"config.json: {name} is {shown(value)}, at most {most} is supported")
+            raise self.error(name, f"is {shown(value)}, at most {most} is supported")
         return value
 
     def count(self, name: str, default: int) -> int:
@@ -103,15 +108,15 @@ class ConfigFile:
     def number(self, name: str, default: float) -> float:
         value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"config.json: {name} must be a number, not {shown(value)}")
+            raise self.error(name, f"must be a number, not {shown(value)}")
         if not abs(value) <= sys.float_info.max:  # NaN, infinite, or a whole number beyond
-            raise ConfigError(f"config.json: {name} must be finite, not {shown(value)}")
+            raise self.error(name, f"must be finite, not {shown(value)}")
         return float(value)
 
     def positive(self, name: str, default: float) -> float:
         value = self.number(name, default)
         if value <= 0:
-            raise ConfigError(f"config.json: {name} must be above 0, not {shown(value)}")
+            raise self.error(name, f"must be above 0, not {shown(value)}")
         return value
 
     def optional_positive(self, name: str, absent: float) -> float:
@@ -122,7 +127,7 @@ class ConfigFile:
         """A list of true and false, or of 1 and 0; empty if the file does not say."""
         value = self._get(name) or []
         if not isinstance(value, list) or not all(item in (0, 1) for item in value):
-            raise ConfigError(f"config.json: {name} must be a list of 0 and 1, not {shown(value)}")
+            raise self.error(name, f"must be a list of 0 and 1, not {shown(value)}")
         return [bool(item) for item in value]
 
     def layer_numbers(self, name: str, num_layers: int, absent: float) -> list[float]:
@@ -131,34 +136,36 @@ class ConfigFile:
         if values is None:
             return [absent] * num_layers
         if not isinstance(values, list) or len(values) != num_layers:
-            raise ConfigError(f"config.json: {name} must be a list of {num_layers} numbers, not {shown(values)}")
+            raise self.error(name, f"must be a list of {num_layers} numbers, not {shown(values)}")
         for value in values:
             if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-                raise ConfigError(f"config.json: {name} must hold numbers from 0, not {shown(value)}")
+                raise self.error(name, f"must hold numbers from 0, not {shown(value)}")
         return [float(value) for value in values]
 
     def layers(self, name: str, num_layers: int) -> set[int]:
         """The numbers of layers in a list; none if the file does not say."""
         value = self._get(name) or []
         if not isinstance(value, list) or not set(map(str, value)) <= set(map(str, range(num_layers))):
-            raise ConfigError(f"config.json: {name} must be a list of layers below {num_layers}, not {shown(value)}")
+            raise self.error(name, f"must be a list of layers below {num_layers}, not {shown(value)}")
         return set(value)
 
     def names(self, name: str) -> list[str]:
         value = self._get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"config.json: {name} must be a list of names, not {shown(value)}")
+            raise self.error(name, f"must be a list of names, not {shown(value)}")
         return value
 
     def refuse(self, *names: str) -> None:
         """Raise ConfigError for a field that changes what is computed, unless it is null, false or zero."""
         for name in names:
             if value := self._get(name):
-                raise ConfigError(f"config.json: {name} {shown(value)} is not supported")
+                raise self.error(name, f"{shown(value)} is not supported")
 
     def rename(self, **names: str) -> None:
         """Give fields the names that `ModelConfig.read` knows: new=old."""
         for new, old in names.items():
+            if new not in self._fields:
+                self._written[new] = old
             if old in self._fields:
                 self._fields.setdefault(new, self._fields.pop(old))
 
@@ -170,7 +177,7 @@ class ConfigFile:
     def expect(self, name: str, *values: Any) -> None:
         """Raise ConfigError if the file has another value of a field, which the family does not compute."""
         if (value := self._get(name)) is not None and value not in values:
-            raise ConfigError(f"config.json: {name} {shown(value)} is not supported; {shown(values[0])} is")
+            raise self.error(name, f"{shown(value)} is not supported; {shown(values[0])} is")
 
     def require(self, *names: str) -> None:
         """Raise ConfigError if the file has none of these fields, whose defaults no family assumes."""
@@ -501,16 +508,14 @@ class ModelConfig:
         activation = file.text(activation_field, default_activation)
         if activation not in activations:
             known = ", ".join(activations)
-            raise ConfigError(f"config.json: {activation_field} {shown(activation)} is not supported; {known} are")
+            raise file.error(activation_field, f"{shown(activation)} is not supported; {known} are")
         num_layers, hidden_size = file.size("num_hidden_layers"), file.size("hidden_size")
         num_heads = file.size("num_attention_heads")
         num_kv_heads = file.size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key-value heads")
         if head_dim is None and not file.has("head_dim") and hidden_size % num_heads:
-            raise ConfigError(
-                f"config.json: hidden_size {hidden_size} is not a multiple of {num_heads} attention heads"
-            )
+            raise file.error("hidden_size", f"{hidden_size} is not a multiple of {num_heads} attention heads")
         head_dim = file.size("head_dim", head_dim or hidden_size // num_heads)
         if head_dim % 2:
             raise ConfigError(f"config.json: head_dim must be even, as RoPE turns pairs; it is {head_dim}")
@@ -521,7 +526,7 @@ class ModelConfig:
             raise ConfigError(f"config.json: RoPE extends the context to {shown(max_position_embeddings)} positions")
         norm_eps = file.number(eps_field, norm_eps)
         if not 0 <= norm_eps <= 1:
-            raise ConfigError(f"config.json: {eps_field} must be from 0 to 1, not {norm_eps}")
+            raise file.error(eps_field, f"must be from 0 to 1, not {norm_eps}")
         quantization = file.quantization()
         return ModelConfig(
             family=family,

@@ -399,8 +399,11 @@ def _rename_gpt(file: ConfigFile) -> None:
 def _gptj(file: ConfigFile, name: str) -> ModelConfig:
     """Wang & Komatsuzaki, 2021: parallel sublayers with one LayerNorm, interleaved rotation of a part of each head."""
     _rename_gpt(file)
-    part = file.size("rotary_dim", 64) / (file.size("hidden_size") // file.size("num_attention_heads"))
+    rotary_dim, head_dim = file.size("rotary_dim", 64), file.size("hidden_size") / file.size("num_attention_heads")
+    part = min(1.0, rotary_dim / head_dim)
     config = ModelConfig.read(file, name, norm_eps=1e-5, default_activation="gelu_new", rotary_share=part)
+    if rotary_dim > head_dim:
+        raise file.error("rotary_dim", f"is {rotary_dim}, but a head has {config.head_dim} values")
     names = Names(
         embedding="transformer.wte",
         layers="transformer.h",
@@ -489,7 +492,7 @@ def _cohere(file: ConfigFile, name: str, theta: float = 500_000.0) -> ModelConfi
         is_parallel=True,
         norms=_ONE_NORM,
         is_interleaved=True,
-        logit_scale=file.number("logit_scale", 0.0625),
+        logit_scale=file.positive("logit_scale", 0.0625),
     )
 
 

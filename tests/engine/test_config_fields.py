@@ -314,3 +314,27 @@ def test_an_alpha_without_frequencies_is_refused(alpha: Any, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"config\.json: (alpha|rope_theta) .*RoPE"):
         read_config(tmp_path)
+
+
+_GPTJ = {"model_type": "gptj", "n_layer": 2, "n_embd": 48, "n_head": 6, "n_positions": 256, "rotary_dim": 8,
+         "vocab_size": 199}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"n_embd": "many"}, "n_embd must be a positive whole number"),
+        ({"n_layer": 10**9}, "n_layer is 1000000000, at most"),
+        ({"n_positions": None}, "has no n_positions"),
+        ({"layer_norm_epsilon": 7}, "layer_norm_epsilon must be from 0 to 1"),
+        ({"activation_function": "step"}, "activation_function 'step' is not supported"),
+        ({"n_head": 4096}, "n_embd 48 is not a multiple of 4096 attention heads"),
+        ({"rotary_dim": 64}, "rotary_dim is 64, but a head has 8 values"),
+        ({"model_type": "cohere", "num_attention_heads": 6, "num_hidden_layers": 2, "hidden_size": 48, "logit_scale": 0,
+          "intermediate_size": 80, "max_position_embeddings": 256}, "logit_scale must be above 0"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_as_the_file_does(fields: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    read_config(write_config(tmp_path, _GPTJ))
+    with pytest.raises(ConfigError, match=f"config\\.json:? {problem}"):
+        read_config(write_config(tmp_path, _GPTJ | fields))
