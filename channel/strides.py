@@ -1,7 +1,8 @@
 """Stride keys: short names of a prompt's first 64 tokens, its first 128, and so on.
 
-Engines name what their prefix caches hold by them, and routers what a prompt begins with. A key is a hint: whoever
-uses cached content has compared addresses of 32 bytes, so that a collision costs time and never shows another's prompt.
+An engine reports which keys its prefix cache holds, and a router computes the keys of each prompt. A key is a hint.
+Before an engine uses cached content, it compares full addresses of 32 bytes: a collision of keys costs time, and never
+shows another prompt's content.
 """
 
 from __future__ import annotations

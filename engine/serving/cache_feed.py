@@ -53,7 +53,7 @@ class Follower:
 
 
 class CacheFeed:
-    """The keys that the prefix cache holds, and the routers that are told of every change."""
+    """The keys that the prefix cache holds, and the routers that get every change."""
 
     def __init__(self) -> None:
         self._keys: set[int] = set()
