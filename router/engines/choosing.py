@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
@@ -115,6 +115,7 @@ class Chooser(ABC):
     def __init__(self) -> None:
         self.choices: Counter[tuple[str, str]] = Counter()
         self.predicted: Counter[str] = Counter()
+        self._turns = itertools.count()
 
     @abstractmethod
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
@@ -128,6 +129,12 @@ class Chooser(ABC):
         self.choices[engine.name, reason] += 1
         return engine
 
+    def least_loaded(self, engines: Sequence[AnEngine]) -> AnEngine:
+        """Choose an engine of those with the fewest sequences: the next in turn."""
+        fewest = min(engine.num_sequences for engine in engines)
+        found = [engine for engine in engines if engine.num_sequences == fewest]
+        return self.chosen(found[next(self._turns) % len(found)], "load")
+
     def forget(self, name: str) -> None:
         """Drop what was counted of an engine that has left."""
         self.predicted.pop(name, None)
@@ -135,22 +142,11 @@ class Chooser(ABC):
             del self.choices[key]
 
 
-def least_loaded(engines: Sequence[AnEngine], turns: Iterator[int]) -> AnEngine:
-    """Return an engine of those with the fewest sequences: the next in turn."""
-    fewest = min(engine.num_sequences for engine in engines)
-    found = [engine for engine in engines if engine.num_sequences == fewest]
-    return found[next(turns) % len(found)]
-
-
 class LeastLoaded(Chooser):
     """The engine with the fewest sequences, in turn where several have as few."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._turns = itertools.count()
-
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
-        return self.chosen(least_loaded(engines, self._turns), "load")
+        return self.least_loaded(engines)
 
 
 class ByPrefix(Chooser):
@@ -205,13 +201,9 @@ class ByPrefix(Chooser):
 class Automatic(ByPrefix):
     """ByPrefix where every engine reports what it has cached, else LeastLoaded."""
 
-    def __init__(self, random: Random | None = None) -> None:
-        super().__init__(random)
-        self._turns = itertools.count()
-
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
         if any(engine.cached is None for engine in engines):
-            return self.chosen(least_loaded(engines, self._turns), "load")
+            return self.least_loaded(engines)
         return super().choose(engines, asked)
 
 
@@ -222,14 +214,10 @@ class ByHash(Chooser):
     engines join and leave. The bound is that of consistent hashing with bounded loads (Mirrokni et al., 2018).
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._turns = itertools.count()
-
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
         keys = asked.first_keys(HASHED_STRIDES * STRIDE) if asked is not None else []
         if not keys:
-            return self.chosen(least_loaded(engines, self._turns), "load")
+            return self.least_loaded(engines)
         key = keys[-1].to_bytes(8, "little")
         most = MOST_ABOVE_MEAN * (1 + sum(engine.num_sequences for engine in engines)) / len(engines)
         free = [engine for engine in engines if engine.num_sequences < most]

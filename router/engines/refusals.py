@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Reason = Literal["tokenizer", "weights", "precision", "block_size", "trust", "protocol", "hang"]
+Reason = Literal["tokenizer", "weights", "precision", "block_size", "trust", "protocol"]
 
 
 class WrongEngine(Exception):
