@@ -73,6 +73,7 @@ class Connection:
         self.flushed: list[int] = []
         self.traces: list[Iterator[engine_pb2.Trace]] = []
         self.owes_pong = False
+        self.is_writing = False
         self.takes_goodbye = False  # the router has announced that it knows it
         self.owes_goodbye = False
         self.cache: Follower | None = None  # if it follows the prefix cache
@@ -279,7 +280,9 @@ class EngineServer:
     @property
     def _is_busy(self) -> bool:
         """Whether a sequence is left, or a router has not been sent everything."""
-        return bool(self._routes) or any(each.has_output or each.owes_goodbye for each in self._connections)
+        return bool(self._routes) or any(
+            each.has_output or each.is_writing or each.owes_goodbye for each in self._connections
+        )
 
     def submit(self, connection: Connection, submit: engine_pb2.Submit) -> None:
         """Name the request's sequences and put them into the loop's inbox. Raises InvalidMessage."""
@@ -432,11 +435,14 @@ class EngineServer:
 
     async def _write(self, connection: Connection, link: RouterLink) -> None:
         async def write(message: engine_pb2.EngineMessage) -> None:
+            connection.is_writing = True
             try:
                 async with asyncio.timeout(STALL_TIMEOUT_S):
                     await link.write(message)
             except TimeoutError:
                 raise TimeoutError(f"it took no message for {STALL_TIMEOUT_S:.0f} s") from None
+            finally:
+                connection.is_writing = False
 
         await write(connection.message(hello=self._info, answers_pings=True, follows_cache=True))
         connection.link = link
