@@ -294,7 +294,8 @@ class EngineChannel:
     def _log_away(self, error: OSError) -> None:
         """Log why the engine is away. Attempts follow each other closely, so each reason is logged once."""
         if self.is_ready:
-            log.warning("lost the engine at %s: %s", self.label, error)
+            level = logging.INFO if self.says_goodbye else logging.WARNING
+            log.log(level, "lost the engine at %s: %s", self.label, error)
             return
         is_absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
         if is_absent and time.monotonic() - self._away_since < self._patience_s:

@@ -80,6 +80,8 @@ def refusal(error: Exception) -> Refusal:
     reason = next((detail.reason for detail in error.details if isinstance(detail, error_details_pb2.ErrorInfo)), "")
     if reason == "SENDER_STALLED":
         status = 408
+    if reason == "ENGINES_LOST":
+        status = 422  # clients repeat a request after a 5xx: this one might end another engine
     param = error.field if isinstance(error, InvalidArgument | Unimplemented) else None
     if error.code is grpc.StatusCode.NOT_FOUND:
         param = "model"

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 
-from pagoda_server.router.errors import Internal, InvalidArgument, QuotaExceeded, Unavailable
+from pagoda_server.router.errors import EnginesLost, Internal, InvalidArgument, QuotaExceeded, Unavailable
 from pagoda_server.router.http.errors import refusal
 from pagoda_server.router.http.guards import Guard
 from pagoda_server.router.tenants.caller import ANYONE, Caller, caller
@@ -195,6 +195,7 @@ async def test_a_fault_is_told_to_the_log_alone(caplog: pytest.LogCaptureFixture
         (Unavailable("x", retry_after_s=3.2), 503, {"retry-after": "4", "retry-after-ms": "3200"}, {}),
         (QuotaExceeded("requests", 5, "x", 0.25), 429, {"retry-after": "1"}, {"code": "quota_exceeded"}),
         (QuotaExceeded("requests", 5, "x"), 429, {}, {"code": "quota_exceeded"}),
+        (EnginesLost(2), 422, {}, {"code": "engines_lost"}),
         (Internal("story"), 500, {}, {"message": "internal error; the server's log has the details"}),
     ],
 )
