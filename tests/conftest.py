@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -48,6 +49,10 @@ def _triton_is_interpreted_without_detours() -> Iterator[None]:
         if "triton" in sys.modules and os.environ["TRITON_INTERPRET"] == "1":
             patch_interpreter(patch)
         yield
+
+
+# gRPC's poller calls the loops of tests that have ended, and asyncio logs that in the test that runs then.
+logging.getLogger("asyncio").addFilter(lambda record: "PollerCompletionQueue" not in record.getMessage())
 
 
 @pytest.fixture
