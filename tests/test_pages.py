@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from pagoda_server.cli.__main__ import app as pagoda
+from pagoda_server.cli.app import app as pagoda
 from pagoda_server.settings import EngineConfig
 from pagoda_server.settings.command_line import command
 

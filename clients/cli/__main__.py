@@ -1,75 +1,22 @@
-"""The `pagoda` command."""
+"""Starts the `pagoda` command."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
 
-import typer
-
-from pagoda_server import installed_version
-from pagoda_server.cli.certs import certs
-from pagoda_server.cli.chat import chat
-from pagoda_server.cli.generate import generate
-from pagoda_server.cli.inspect import health, status
-from pagoda_server.cli.models import list_present, models, pull, remove
-from pagoda_server.cli.plan import plan
-from pagoda_server.cli.run import run
-from pagoda_server.cli.token import token
-from pagoda_server.cli.top import top
-from pagoda_server.cli.trace import trace
-from pagoda_server.settings import ServeConfig
-from pagoda_server.settings.command_line import command
-
-app = typer.Typer(
-    help="Pagoda: a gRPC streaming inference server for language models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"pagoda {installed_version()}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None: ...
-
-
-def _serve(config: ServeConfig) -> int:
-    """Serve a model: start a router, and an engine that it supervises unless --engine gives the address of one."""
-    from pagoda_server.cli.terminal import shown_progress
-    from pagoda_server.router.process.main import serve
-
-    with shown_progress() as progress:
-        return serve(config, progress)
-
-
-app.command("serve")(command(ServeConfig, _serve))
-app.command()(generate)
-app.command()(chat)
-app.command()(run)
-app.command()(pull)
-app.command("list")(list_present)
-app.command("rm")(remove)
-app.command()(models)
-app.command()(plan)
-app.command()(status)
-app.command()(top)
-app.command()(trace)
-app.command()(health)
-app.command()(token)
-app.command()(certs)
+from pagoda_server.cli import INTERRUPTED
 
 
 def main() -> None:
-    app(prog_name="pagoda")
+    try:  # around the imports, too: they take most of a short command's time
+        from pagoda_server.cli.app import app
+
+        app(prog_name="pagoda")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except OSError as error:  # of standard output, such as a full disk: commands report their own
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from pagoda_server.cli import INTERRUPTED
 from pagoda_server.settings.sampling import PARAMETERS, UNRECOMMENDED
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ ENDINGS = {
     "length": "reached max_tokens or the end of the context",
     "cancelled": "cancelled by the server",
 }
-INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C has ended
 
 
 def connect(

@@ -16,7 +16,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 from typer.testing import CliRunner, Result
 
 from pagoda_server.channel.address import host_of
-from pagoda_server.cli.__main__ import app
+from pagoda_server.cli.app import app
 from tests.servers import free_address, running_engine, running_server
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server import installed_version
 from pagoda_server.checkpoints import resolve
-from pagoda_server.cli.__main__ import app
+from pagoda_server.cli.app import app
 from pagoda_server.router.tenants.identity import Identities, read_tenants
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.sampling import PARAMETERS
@@ -507,8 +507,34 @@ def test_a_setting_that_cannot_be_is_one_line_and_exit_code_2(served: list[Serve
 
 def test_help_loads_neither_the_server_nor_numerics() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from pagoda_server.cli.__main__ import app; "
+        "import sys; from typer.testing import CliRunner; from pagoda_server.cli.app import app; "
         "assert 'generate' in CliRunner().invoke(app, ['--help']).output; "
         "assert not {'torch', 'numpy', 'pagoda_server.router.process.main', 'gguf', 'uvloop'} & sys.modules.keys()"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["models"], ["pull", "synthetic"]])
+def test_a_full_disk_behind_standard_output_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_while_a_command_is_imported_leaves_no_traceback() -> None:
+    program = """
+import signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from pagoda_server.cli.__main__ import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

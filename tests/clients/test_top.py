@@ -25,7 +25,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from pagoda.v1 import control_pb2, trace_pb2
-from pagoda_server.cli.__main__ import app
+from pagoda_server.cli.app import app
 from pagoda_server.cli.top_board import Board
 from pagoda_server.cli.top_screen import BLOCKS, DOING, draw
 from pagoda_server.cli.trace_timeline import Doing

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagoda.v1 import control_pb2_grpc, inference_pb2_grpc, trace_pb2
-from pagoda_server.cli.__main__ import app
+from pagoda_server.cli.app import app
 from pagoda_server.cli.trace_timeline import Doing, Timeline, timelines, trace_document
 from pagoda_server.engine.serving.codec import trace_messages
 from pagoda_server.router.tenants.caller import Caller, set_caller

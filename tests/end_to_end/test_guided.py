@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from pagoda import Client
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from pagoda_server.cli.__main__ import app
+from pagoda_server.cli.app import app
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
 from tests.engine.random_schemas import assert_matches, random_schema
