@@ -236,7 +236,7 @@ class RouterSettings(CommonSettings):
     quotas_file: str | None = setting(
         None,
         "File, made if there is none, in which servers on this host count together what tenants use of their quotas. "
-        "The workers of one server do so without it.",
+        "The workers of one server do so without it. Needs --tenants-file.",
         panel=EXPOSURE, is_private=True,
     )  # fmt: skip
     tls_cert: str | None = setting(
@@ -284,6 +284,8 @@ class RouterSettings(CommonSettings):
         super().__post_init__()
         if self.channel_tls_name is not None and self.channel_tls_cert is None:
             raise SettingError("--channel-tls-name needs --channel-tls-cert")
+        if self.quotas_file and not self.tenants_file:
+            raise SettingError("--quotas-file needs --tenants-file, which says who has which quotas")
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,12 @@ def test_a_limit_that_only_one_device_can_meet_is_refused_once_the_device_is_kno
         config.step_limits("cpu")
 
 
+def test_quotas_to_share_need_tenants_who_have_them() -> None:
+    with pytest.raises(SettingError, match="--quotas-file needs --tenants-file"):
+        ServeConfig(quotas_file="/run/quotas")
+    assert ServeConfig(quotas_file="/run/quotas", tenants_file="/etc/tenants.toml").quotas_file == "/run/quotas"
+
+
 @pytest.mark.parametrize(
     ("settings", "tried"),
     [
