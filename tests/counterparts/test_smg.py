@@ -9,19 +9,21 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import grpc
 import pytest
 
-from pagoda.v1 import control_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.counterparts.environments import python_with
 from tests.counterparts.test_protocols import SMG
 from tests.end_to_end.asking import engine_load
-from tests.servers import Server, running_server
+from tests.servers import Server, free_address, running_engine, running_server
 
 pytestmark = pytest.mark.counterpart
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
@@ -170,6 +172,46 @@ def test_a_conversation_stays_with_the_server_that_has_its_prefix(
     both = [(after[0] - was[0], after[1] - was[1]) for was, after in zip(before, loads(servers), strict=True)]
     assert all(prompt_tokens > 0 for prompt_tokens, _ in both), "one server got nothing"
     assert all(cached / prompt_tokens > 0.5 for prompt_tokens, cached in both)
+
+
+def hits(post: Callable[..., str], prompts: list[str]) -> float:
+    """Return the part of the prompts' tokens that were cached, with eight clients at once."""
+    with ThreadPoolExecutor(8) as clients:
+        answers = clients.map(lambda prompt: post("/v1/completions", prompt=prompt, max_tokens=16), prompts)
+        used = [json.loads(answer)["usage"] for answer in answers]
+    cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in used)
+    return cached / sum(each["prompt_tokens"] for each in used)
+
+
+def test_the_router_finds_about_as_many_cached_tokens_and_balances(tmp_path: Path) -> None:
+    """24 prefixes of 600 tokens, some far more frequent than others, in caches that hold each 26 prompts."""
+    random = Random(1)
+    prefixes = ["".join(random.choices("abcdefgh ", k=600)) for _ in range(24)]
+    weights = [1 / place for place in range(1, 25)]
+    asked = [
+        random.choices(prefixes, weights)[0] + "".join(random.choices("xyz ", k=100))
+        for _ in range(400)
+    ]  # fmt: skip
+    engine = ("--model", "synthetic", "--step-ms", "2,0.1,0.02", "--kv-cache-gb", "0.0003")
+    with (
+        running_server(*engine) as first,
+        running_server(*engine) as second,
+        running_gateway(tmp_path / "log", first, second) as gateway,
+    ):
+        theirs = hits(gateway.post, asked)
+    addresses = [free_address() for _ in range(2)]
+    with (
+        running_engine(addresses[0], *engine),
+        running_engine(addresses[1], *engine),
+        running_server("--model", "synthetic", "--engine", ",".join(addresses), "--http", "127.0.0.1:0") as router,
+    ):
+        ours = hits(Gateway(int(router.http.rpartition(":")[2]), tmp_path).post, asked)
+        with grpc.insecure_channel(router.address) as channel:
+            engines = control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest()).engines
+    assert ours > 0.7, "0.81 is all that can be"
+    assert ours > theirs - 0.03
+    fewest, most = sorted(engine.prompt_tokens for engine in engines)
+    assert most < 1.5 * fewest
 
 
 def test_the_gateway_goes_on_with_the_other_server(tmp_path: Path) -> None:
