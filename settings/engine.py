@@ -186,6 +186,18 @@ class EngineSettings(CommonSettings):
         "room, in GB. With 0 they are computed again.",
         panel=ENGINE_KV_CACHE, unit="GB", at_least=0, at_most=MAX_GB,
     )  # fmt: skip
+    kv_store: str = setting(
+        "",
+        "Folder with a file of blocks that several requests have found in the prefix cache. They outlive the engine, "
+        "and the engines of a host share them. Needs --host-kv-gb. Empty: there is none.",
+        panel=ENGINE_KV_CACHE, is_private=True,
+    )  # fmt: skip
+    kv_store_gb: float = setting(
+        10.0,
+        "Largest size of the file in --kv-store, in GB; it holds a million blocks at most. What was not used for "
+        "longest makes room.",
+        panel=ENGINE_KV_CACHE, unit="GB", above=0, at_most=MAX_GB,
+    )  # fmt: skip
     block_size: int | None = setting(
         None,
         "Tokens that a block of the KV cache holds: a power of two.",
@@ -262,6 +274,8 @@ class EngineSettings(CommonSettings):
             raise SettingError(faults[0])
         if self.weight_of_tenant() and self.policy != "fair":
             raise SettingError(f"--tenant-weights needs --policy fair, not {self.policy}")
+        if self.kv_store and not self.host_kv_gb:
+            raise SettingError("--kv-store needs --host-kv-gb above 0: blocks pass through host memory")
 
     @property
     def target_itl_s(self) -> float | None:

@@ -121,6 +121,11 @@ def _load_rows(load: control_pb2.EngineLoad) -> dict[str, str]:
             f"{load.saved_tokens} tokens copied there, {load.loaded_tokens} back"
         )
         rows["host cache"] = f"{load.host_blocks_cached} blocks, {load.host_cached_tokens} prompt tokens found"
+    if load.stored_blocks or load.stored_failed_blocks:
+        rows["block store"] = (
+            f"{load.stored_blocks} blocks, {load.stored_read_tokens} prompt tokens read; "
+            f"{load.stored_failed_blocks} blocks not read or written"
+        )
     return rows
 
 

@@ -43,6 +43,11 @@ class BlockTables:
         prefix = self.prompts.find(seq) or self.prefixes.match(seq)
         return max(prefix.num_tokens, min(self._host.num_kept(seq), seq.cacheable_len))
 
+    def fetch(self, seq: Sequence) -> bool:
+        """Say whether a new sequence should wait, because blocks of its prompt are being read from a file."""
+        stored = self._host.stored
+        return stored is not None and stored.fetch(seq, self.prefixes.match(seq))
+
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         """Give a waiting sequence blocks for `length` tokens; return its prefix, or None if blocks are too few."""
         prefix = self._affordable_prefix(seq, length, num_running)
@@ -67,6 +72,8 @@ class BlockTables:
         if prefix.sibling is None and seq.account.first_scheduled is None and not seq.output_len:
             for blocks in (prefix.sources, *(each.held for each in windows)):
                 pool.note_hit(blocks)
+            if self._host.stored is not None:
+                self._host.stored.found(seq, prefix.num_tokens // pool.block_size)
         self.prompts.started(seq)
         return prefix
 
@@ -124,6 +131,8 @@ class BlockTables:
     def commit(self, plan: StepPlan) -> None:
         """Note that the oldest plan has been computed."""
         self._copies.commit(plan.copies)
+        if self._host.stored is not None:
+            self._host.stored.committed(plan)
 
     def _affordable_prefix(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         # Each running sequence keeps a spare block, or the new one would be preempted as soon as the others grow. This

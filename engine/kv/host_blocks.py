@@ -12,15 +12,18 @@ repeated, because host blocks are held until a step of their sequence is committ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..core.sequence import Sequence, State
 from ..core.step import Chunk, StepPlan
 from ..timing.cost_model import CostModel
+from .block_store import BlockStore
 from .blocks import BlockPool
 from .host_cache import HostCache
 from .prefix_cache import Prefix
+from .stored_blocks import StoredBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,9 @@ class HostLoad:
     blocks_used    by what preempted sequences keep
     blocks_cached  by prefixes that the device has evicted
     hit_tokens     of prompts, found in those
+    stored_blocks  in the file (stored_blocks.py)
+    read_tokens    of blocks that were read from it
+    failed_blocks  that could not be written to it, or read because they were damaged or gone
     """
 
     blocks_total: int = 0
@@ -38,6 +44,9 @@ class HostLoad:
     loaded_tokens: int = 0
     blocks_cached: int = 0
     hit_tokens: int = 0
+    stored_blocks: int = 0
+    read_tokens: int = 0
+    failed_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +68,19 @@ class HostBlocks:
     pool        the blocks on the device
     costs       knows whether copying is faster than computing
     caches      whether evicted prefixes are kept, too
+    store       of a third tier below those; None: there is none
+    clock       seconds, monotonic
     """
 
-    def __init__(self, num_blocks: int, pool: BlockPool, costs: CostModel, caches: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        pool: BlockPool,
+        costs: CostModel,
+        caches: bool = False,
+        store: BlockStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_blocks = num_blocks
         self._costs = costs
         self._block_size = pool.block_size
@@ -74,10 +93,16 @@ class HostBlocks:
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
         self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
         self._cache = HostCache(pool, self._free, costs) if caches and num_blocks else None
+        self.stored: StoredBlocks | None = None
+        if store is not None and self._cache is not None:
+            self.stored = StoredBlocks(store, self._cache, pool, costs, num_blocks, clock)
 
     def load(self) -> HostLoad:
         cached, hits = (len(self._cache), self._cache.hit_tokens) if self._cache is not None else (0, 0)
-        return HostLoad(self.num_blocks, len(self._held), self._saved_tokens, self._loaded_tokens, cached, hits)
+        load = HostLoad(self.num_blocks, len(self._held), self._saved_tokens, self._loaded_tokens, cached, hits)
+        if (stored := self.stored) is None:
+            return load
+        return replace(load, stored_blocks=len(stored), read_tokens=stored.read_tokens, failed_blocks=stored.num_failed)
 
     # -- a sequence is preempted, starts, computes and ends -----------------------------------------------------------
 
@@ -196,9 +221,13 @@ class HostBlocks:
         """Forget cached prefixes."""
         if self._cache is not None:
             self._cache.flush()
+        if self.stored is not None:
+            self.stored.flush()
 
     def ended(self, seq: Sequence) -> None:
         self._loads.pop(seq.id, None)
+        if self.stored is not None:
+            self.stored.ended(seq)
         if self._cache is not None:
             self._cache.released(seq)
         if kept := self._kept.get(seq.id):
@@ -209,6 +238,8 @@ class HostBlocks:
     def saves(self) -> list[tuple[int, int]]:
         """Return (block, host block) pairs for the next plan, which must not be empty."""
         cached = self._cache.saves() if self._cache is not None else []
+        if self.stored is not None:
+            cached += self.stored.saves()
         if not self._saves:
             return cached
         for host in self._saves:
@@ -239,6 +270,8 @@ class HostBlocks:
                     misled[kept.seq.id] = kept.seq
         if self._cache is not None:
             misled.update((seq.id, seq) for seq in self._cache.distrust(plan))
+        if self.stored is not None:
+            self.stored.distrust(plan)
         return list(misled.values())
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
@@ -273,6 +306,10 @@ class HostBlocks:
         free = set(self._free)
         assert len(free) == len(self._free), "a host block is free twice"
         cached = self._cache.hosts() if self._cache is not None else set()
+        if self.stored is not None:
+            moved = self.stored.hosts()
+            assert moved.isdisjoint(cached), "a host block is cached, and read or written"
+            cached |= moved
         assert free.isdisjoint(self._held.keys() | cached), "a host block that is in use is free"
         assert cached.isdisjoint(self._held), "a host block is in two places"
         assert len(free) + len(self._held) + len(cached) == self.num_blocks, (

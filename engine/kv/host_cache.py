@@ -53,10 +53,28 @@ class HostCache:
             if address in self._host_of:
                 self._host_of.move_to_end(address)
             elif self._costs.is_worth_saving(1, self._pool.block_size):
-                host = self._free.pop() if self._free else self.reclaim()
+                host = self.take()
                 if host is not None:
                     self._host_of[address] = host
                     self._saves[host] = block
+
+    def holds(self, address: bytes) -> bool:
+        return address in self._host_of
+
+    def touch(self, address: bytes) -> None:
+        """Note that a block that it holds was used."""
+        self._host_of.move_to_end(address)
+
+    def put(self, address: bytes, host: int) -> bool:
+        """Take over a host block with this content; return False, and leave it, if there is another one with it."""
+        return self._host_of.setdefault(address, host) == host
+
+    def take(self) -> int | None:
+        """Take a host block, from what is cached if none is free. Whoever takes it calls `give_back`, or `put`."""
+        return self._free.pop() if self._free else self.reclaim()
+
+    def give_back(self, host: int) -> None:
+        self._free.append(host)
 
     def reclaim(self) -> int | None:
         """Give up a host block, the least recently used one; None if all are read now."""

@@ -58,6 +58,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Wake:
+    """The block store has done something for which sequences may wait."""
+
+
+@dataclass(frozen=True, slots=True)
 class WatchCache:
     """From now on each step's output says what the prefix cache holds and no longer holds."""
 
@@ -67,7 +72,7 @@ class Stop:
     pass
 
 
-Message = Add | Abort | FlushCache | TakeTrace | Ping | WatchCache | Stop
+Message = Add | Abort | FlushCache | TakeTrace | Ping | Wake | WatchCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class EngineLoop(threading.Thread):
         self._outbox = outbox
         self._on_end = on_end
         self._stopping = False
+        self._has_stored = False  # since the load was last sent
 
     def stop(self) -> None:
         self.inbox.put(Stop())
@@ -175,10 +181,11 @@ class EngineLoop(threading.Thread):
                 self._steps.commit_oldest()
             output = self._scheduler.take_output()
             self._steps.trace.note(output)
-            if commits or not output.is_empty:
+            if commits or self._has_stored or not output.is_empty:
                 self._outbox.send(output, self.load())
+                self._has_stored = False
             is_idle = plan.is_empty and not self._steps and not commits
-            timeout_s = self._idle_timeout_s() if is_idle else 0.0
+            timeout_s = self._idle_timeout_s() if is_idle and not self._scheduler.save_idly() else 0.0
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -193,6 +200,8 @@ class EngineLoop(threading.Thread):
                 reply_trace(self._steps.trace.take(last_s))
             case Ping(reply_ping):
                 reply_ping()
+            case Wake():
+                self._has_stored = True  # the next plan takes it in
             case WatchCache():
                 self._scheduler.watch_cache()
             case Stop():

@@ -15,6 +15,7 @@ from ...checkpoints import Progress
 from ...checkpoints.folder import read_json_object
 from ...settings.engine import EngineConfig, StepLimits
 from ..core.errors import ConfigError, NotEnoughMemory
+from ..kv.block_store import HostRows
 from ..loop.steps_in_flight import Runner
 from .runner_info import RunnerInfo
 from .synthetic import load_synthetic
@@ -28,7 +29,7 @@ log = logging.getLogger("pagoda.engine")
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
-class InformedRunner(Runner, Protocol):
+class InformedRunner(Runner, HostRows, Protocol):
     """
     max_choices  tokens that a step can choose, those behind drafts included
     """

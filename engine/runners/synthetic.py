@@ -137,7 +137,7 @@ class SyntheticRunner:
         self._block_size = info.kv_cache.block_size
         self._windows = info.kv_cache.groups.windows[1:]
         self._cache = [_POISON] * (info.num_blocks * self._block_size)
-        self._host = [_POISON] * (info.num_host_blocks * self._block_size)
+        self._host = array("q", [_POISON]) * (info.num_host_blocks * self._block_size)
         self._step_time = step_time
         self._chosen: dict[int, int] = {}  # by sequence: its token in the last step
         self._busy_until = 0.0
@@ -150,6 +150,13 @@ class SyntheticRunner:
 
     def recover(self) -> None:
         self._chosen.clear()
+
+    def host_row(self, host: int) -> memoryview:
+        size = self._block_size
+        return memoryview(self._host)[host * size : (host + 1) * size].cast("B")
+
+    def copy(self, plan: StepPlan) -> None:
+        self._copy_blocks(plan)
 
     def _compute(self, plan: StepPlan) -> Sampled:
         chosen: dict[int, int] = {}
@@ -224,7 +231,7 @@ class SyntheticRunner:
     def _copy_blocks(self, plan: StepPlan) -> None:
         size, cache, host = self._block_size, self._cache, self._host
         for source, target in plan.saves:
-            host[target * size : (target + 1) * size] = cache[source * size : (source + 1) * size]
+            host[target * size : (target + 1) * size] = array("q", cache[source * size : (source + 1) * size])
         for source, target in plan.loads:
             cache[target * size : (target + 1) * size] = host[source * size : (source + 1) * size]
         for source, target in plan.copies:

@@ -42,6 +42,7 @@ from ..core.step import (
     TokenLogprobs,
 )
 from ..drafting import Speculation
+from ..kv.block_store import BlockStore
 from ..kv.block_tables import BlockTables
 from ..kv.blocks import BlockPool
 from ..kv.host_blocks import HostBlocks
@@ -69,6 +70,7 @@ class Scheduler:
     policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
     target_itl_s   how long a step that holds decodes should take at most; None: no such target
     num_host_blocks  blocks of host memory, in which preempted sequences keep what they have computed
+    store        keeps blocks in a file, below those of host memory; None: none are kept
     speculation  chooses tokens that a step drafts; None: it drafts none
     """
 
@@ -87,6 +89,7 @@ class Scheduler:
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
         num_host_blocks: int = 0,
+        store: BlockStore | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
@@ -105,7 +108,8 @@ class Scheduler:
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
         apart = [window for window in windows if window is not None]
-        self.host = HostBlocks(num_host_blocks, pool, self.costs, caches=prefix_caching and not apart)
+        caches = prefix_caching and not apart
+        self.host = HostBlocks(num_host_blocks, pool, self.costs, caches, store, clock)
         self._capacity = longest_held(pool.num_blocks, [None, *apart], token_budget, pool.block_size)
         self._tables = BlockTables(pool, prefix_caching, self.host, Windows(pool, apart, token_budget))
         self._backlog = Backlog(clock, self._tables.num_cached)
@@ -132,7 +136,7 @@ class Scheduler:
             detail = f"up to {seq.max_len} tokens, the KV cache holds {self._capacity}"
             self._end(seq, EndReason.REJECTED, detail=detail)
             return
-        if not self._tables.prompts.park(seq):
+        if not self._tables.prompts.park(seq) and not self._tables.fetch(seq):
             self.waiting.add(seq)
         self._deadlines.add(seq)
 
@@ -157,13 +161,15 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float:
-        """Until then no sequence has to leave because of its deadline."""
-        return self._deadlines.next
+        """Until then no sequence has to leave because of its deadline, or to start without blocks of a file."""
+        stored = self.host.stored
+        return self._deadlines.next if stored is None else min(self._deadlines.next, stored.next_wait_end)
 
     @property
     def num_waiting(self) -> int:
-        """Waiting sequences, with those that wait for a sibling to compute their prompt."""
-        return len(self.waiting) + self._tables.prompts.num_parked
+        """Waiting sequences, with those that wait for a sibling to compute their prompt, or for blocks of a file."""
+        num_fetching = self.host.stored.num_waiting if self.host.stored is not None else 0
+        return len(self.waiting) + self._tables.prompts.num_parked + num_fetching
 
     @property
     def _num_startable(self) -> int:
@@ -188,6 +194,9 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step. Every plan that is not empty must be committed, in the order in which it was made."""
         self._expire()
+        if self.host.stored is not None:
+            for seq in self.host.stored.arrived():
+                self.waiting.add(seq)
         self._make_room()
         is_idle = not self.running
         budget = self._pacing.budget(self.running, self._num_startable)
@@ -237,6 +246,13 @@ class Scheduler:
         """Preempt the sequences that started from what this step saved: it failed, and is computed again."""
         for seq in self.host.distrust(plan):
             self._preempt(seq)
+
+    def save_idly(self) -> bool:
+        """Copy blocks that are to be written to a file; return whether there were any.
+
+        Call this when nothing is to be computed and no step is in flight.
+        """
+        return self.host.stored is not None and self.host.stored.save_idly()
 
     def take_output(self) -> StepOutput:
         """Return what has happened since the last call."""
@@ -588,6 +604,8 @@ class Scheduler:
         assert all(seq.state is State.RUNNING for seq in self.running)
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
         parked = list(self._tables.prompts.parked())
+        if self.host.stored is not None:
+            parked += self.host.stored.waiting()
         assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
         assert {seq.id for seq in [*self.running, *self.waiting, *parked]} == self._live.keys()
         assert self._prefill_plan.keys() | self._protected_len.keys() <= self._live.keys()

@@ -32,9 +32,10 @@ from ...settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
 from ..core.errors import ConfigError
 from ..drafting import PromptLookup, Speculation
 from ..kv.blocks import BlockPool
-from ..loop.loop import EngineLoop
+from ..loop.loop import EngineLoop, Wake
 from ..runners.load import InformedRunner, load_runner
 from ..scheduling.scheduler import Scheduler
+from .kv_store import open_store, restore
 from .listen import check_exposure, start_listening
 from .server import EngineServer
 
@@ -119,9 +120,14 @@ async def _serve(
         # The first signal begins the grace period, and a second one ends it.
         events.add_signal_handler(number, lambda: (stop if leaves.is_set() else leaves).set())
     server = EngineServer(engine_info(config, runner, folder, fingerprint), partial(make_grammars, folder, info))
+    pool = BlockPool(info.num_blocks, info.kv_cache.block_size)
+    store = open_store(config, runner, fingerprint) if config.kv_store else None
+    if store is not None:
+        num_restored = await asyncio.wrap_future(engine.submit(lambda: restore(store, pool, info.num_host_blocks)))
+        log.info("%d blocks of %s are cached again", num_restored, config.kv_store)
     loop = EngineLoop(
         Scheduler(
-            BlockPool(info.num_blocks, info.kv_cache.block_size),
+            pool,
             max_num_seqs=info.limits.max_num_seqs,
             token_budget=info.limits.token_budget,
             max_model_len=info.max_model_len,
@@ -133,6 +139,7 @@ async def _serve(
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
             num_host_blocks=info.num_host_blocks,
+            store=store,
             speculation=speculation,
         ),
         runner,
@@ -141,6 +148,8 @@ async def _serve(
         lookahead=runner.lookahead,
     )
     server.attach(loop.inbox)
+    if store is not None:
+        store.start(lambda: loop.inbox.put(Wake()))
     listener = await start_listening(server, config, trust)
     ended = engine.submit(loop.run)
     log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)

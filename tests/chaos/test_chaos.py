@@ -90,8 +90,15 @@ def _settings(chance: random.Random) -> tuple[str, ...]:
         "--policy", chance.choice(("fcfs", "priority", "fair", "deadline")),
         "--channel", chance.choice(("shm", "grpc")),
         *chance.choice(((), ("--deterministic",))),
-        chance.choice(("--prefix-caching", "--prefix-caching", "--no-prefix-caching")),
-        "--host-kv-gb", chance.choice(("0", "0.0006")),
+        *chance.choice(
+            (
+                ("--no-prefix-caching",),
+                ("--no-prefix-caching", "--host-kv-gb", "0.0006"),
+                ("--prefix-caching",),
+                ("--host-kv-gb", "0.0006"),
+                ("--host-kv-gb", "0.0006", "--kv-store-gb", "0.002"),  # and --kv-store
+            )
+        ),
         "--max-num-seqs", str(places),
         "--token-budget", str(places + chance.choice((8, 24, 100))),
     )  # fmt: skip
@@ -159,6 +166,7 @@ class Seed:
             "--model", str(self._model), "--dtype", "float32", "--quantization", "none", "--threads", "1",
             "--kv-cache-gb", "0.0005", "--max-requests", "64", "--max-queued-tokens", "40000",
             "--stall-timeout-s", str(STALL_TIMEOUT_S), "--hang-timeout-s", str(HANG_TIMEOUT_S), *act.settings,
+            *(("--kv-store", str(self._folder / "store")) if "--kv-store-gb" in act.settings else ()),
         )  # fmt: skip
         began = time.monotonic()
         folder = self._folder / f"act-{act.workers}"

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
 from pagoda_server.channel.strides import chain_root
@@ -14,11 +15,14 @@ from pagoda_server.engine.core.layer_groups import LayerGroups
 from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
 from pagoda_server.engine.drafting import Speculation
+from pagoda_server.engine.kv.block_file import BlockFile
+from pagoda_server.engine.kv.block_store import BlockStore
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
 from pagoda_server.engine.runners.synthetic import HIDDEN_SIZE, SyntheticRunner, advance, expected_tokens
 from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.engine.serving.kv_store import restore
 from pagoda_server.settings.engine import PolicyName, StepLimits
 
 VOCAB_SIZE = 258
@@ -141,15 +145,26 @@ class SteppedEngine:
         copy_s: float = 0.0,
         speculation: Speculation | None = None,
         windows: tuple[int | None, ...] = (None,),
+        store_path: Path | None = None,
+        store_blocks: int = 100,
     ) -> None:
         """
         step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
         copy_s     how long a copy of a block to or from host memory takes
         windows    of each group of layers
+        store_path, store_blocks  a file of blocks, and how many it holds; its thread's work is done in steps
         """
         self.now = 0.0
         self.step_time = step_time
         self.pool = BlockPool(num_blocks, block_size)
+        self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s, windows)
+        self.store: BlockStore | None = None
+        self.jobs_a_step = 100  # of the store
+        self.num_restored = 0
+        if store_path is not None:
+            file = BlockFile(store_path, bytes(32), 8 * block_size, store_blocks, now=lambda: self.now)
+            self.store = BlockStore(file, self.runner)
+            self.num_restored = restore(self.store, self.pool, host_blocks)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
@@ -162,16 +177,17 @@ class SteppedEngine:
             tenant_weights=tenant_weights,
             target_itl_s=target_itl_s,
             num_host_blocks=host_blocks,
+            store=self.store,
             speculation=speculation,
             windows=windows,
         )
         self.copy_s = copy_s
-        self.runner = synthetic_runner(num_blocks, block_size, lookahead, host_blocks, copy_s, windows)
         self.steps = StepsInFlight(self.scheduler, self.runner)
         self.outputs: dict[int, list[int]] = {}
         self.arrived_with: dict[int, int] = {}  # tokens
         self.ended: dict[int, Ended] = {}
         self.readings: dict[int, list[Reading]] = {}
+        self.is_saving = False  # the store was at work in the last step
         self._ids = itertools.count()
 
     def add(self, prompt: list[int], max_tokens: int = 8, **rules: Unpack[Rules]) -> Sequence:
@@ -230,6 +246,11 @@ class SteppedEngine:
         if len(self.steps) > (0 if plan.is_empty else self.runner.lookahead):
             self.steps.commit_oldest()
         self._take_output()
+        self.is_saving = plan.is_empty and not self.steps and self.scheduler.save_idly()
+        for _ in range(self.jobs_a_step):
+            if self.store is None or not self.store.work():
+                break
+            self.is_saving = True
         if not self.step_time:
             self.now += 1.0
         self.scheduler.check_integrity()
@@ -239,7 +260,7 @@ class SteppedEngine:
         """Step until nothing is left to do; return the number of steps."""
         for count in range(limit):
             was_busy = len(self.steps) > 0
-            if self.step().is_empty and not was_busy:
+            if self.step().is_empty and not was_busy and not self.is_saving:
                 return count
         raise AssertionError(f"still at work after {limit} steps")
 

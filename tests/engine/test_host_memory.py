@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.runners.cuda import DeviceRunner
 from tests.engine.test_device_runner import (
     BACKEND,
     FailsAt,
@@ -88,6 +90,22 @@ def test_steps_that_fail_once_change_no_token_of_a_loaded_sequence(llama: Path) 
     served.run()
     assert outputs(seqs) == one_by_one(llama, 16)
     assert served.scheduler.host.load().loaded_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "device"])
+def test_bytes_of_a_host_block_come_back_to_the_last_bit(llama: Path, kind: str) -> None:
+    runner = served_by(kind, llama).steps._runner
+    assert isinstance(runner, ModelRunner | DeviceRunner)
+    fill_cache(runner, 0.7)
+    runner.copy(StepPlan([], saves=[(3, 0)]))
+    saved = bytes(runner.host_row(0))
+    assert len(saved) == runner.info.kv_cache.bytes_per_block
+    changed = bytes(byte ^ 1 for byte in saved)
+    runner.host_row(1)[:] = changed
+    runner.copy(StepPlan([], loads=[(1, 5)]))
+    runner.copy(StepPlan([], saves=[(5, 2), (3, 4)]))
+    assert bytes(runner.host_row(2)) == changed
+    assert bytes(runner.host_row(4)) == saved
 
 
 def test_host_memory_that_holds_no_block_is_a_mistake(llama: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -59,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     host_blocks = 0
     windows: tuple[int | None, ...] = (None,)
     num_blocks = 0  # of the pool; 0: 80 tokens
+    store_path = None
     num_extra = 0  # preemptions that no bound speaks of
 
     def __init__(self) -> None:
@@ -66,8 +69,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.oracle = Oracle(lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE), 0.0, VOCAB_SIZE)
         self.speculation = AlwaysDrafts(self.oracle, most=5, vocab_size=VOCAB_SIZE)
         self.speculation.is_on = False
+        self.engine = self.new_engine()
+        self.seqs = []
+        self.gate, self.dice, self.late_chance = threading.Event(), Random(0), 0.0
+        self.gate.set()
+
+    def new_engine(self):
         # Small enough that sequences are preempted, large enough for any one of them.
-        self.engine = SteppedEngine(
+        return SteppedEngine(
             num_blocks=self.num_blocks or 80 // self.block_size,
             block_size=self.block_size,
             max_num_seqs=6,
@@ -84,10 +93,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             copy_s=0.01,
             speculation=self.speculation,
             windows=self.windows,
+            store_path=self.store_path,
+            store_blocks=25,
         )
-        self.seqs = []
-        self.gate, self.dice, self.late_chance = threading.Event(), Random(0), 0.0
-        self.gate.set()
 
     @rule(
         prompt=prompts,
@@ -132,7 +140,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.num_tokens <= 11
             assert len(plan.chunks) <= 6
             scheduler = self.engine.scheduler
-            assert plan.chunks or was_busy or not (scheduler.running or scheduler.num_waiting), (
+            num_fetching = scheduler.host.stored.num_waiting if scheduler.host.stored else 0
+            assert plan.chunks or was_busy or not (scheduler.running or scheduler.num_waiting - num_fetching), (
                 "sequences wait, and the engine is idle"
             )
 
@@ -236,10 +245,11 @@ class UnreliableMachine(SchedulerMachine):
     lookahead = 1
     block_size = 8
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine.runner = self.unreliable = UnreliableRunner(self.engine.runner)
-        self.engine.steps = StepsInFlight(self.engine.scheduler, self.unreliable)
+    def new_engine(self):
+        engine = super().new_engine()
+        engine.runner = self.unreliable = UnreliableRunner(engine.runner)
+        engine.steps = StepsInFlight(engine.scheduler, self.unreliable)
+        return engine
 
     @rule(failure=st.sampled_from(["at launch", "when read", "computed"]))
     def break_the_next_step(self, failure):
@@ -307,6 +317,58 @@ class HostCacheUnreliableMachine(HostCache, UnreliableMachine):
     block_size = 4
 
 
+class Stored(HostCache):
+    """Blocks also go to a file, which is smaller than what comes; the engine is killed, and the file damaged."""
+
+    def __init__(self):
+        self.folder = TemporaryDirectory()
+        self.store_path = Path(self.folder.name) / "blocks"
+        super().__init__()
+
+    @rule(jobs=st.integers(0, 2))
+    def the_disk_is_slow(self, jobs):
+        self.engine.jobs_a_step = jobs
+
+    @rule()
+    def empty_memory(self):
+        """Leave the file alone with what was cached."""
+        self.engine.pool.flush()
+        self.engine.scheduler.host._cache.flush()
+
+    @rule()
+    def kill(self):
+        """Start another engine in the place of this one."""
+        self.engine.store._file.close()
+        self.engine, self.seqs = self.new_engine(), []
+
+    @rule(data=st.data())
+    def damage(self, data):
+        with self.store_path.open("r+b") as file:
+            at = data.draw(st.integers(4096, self.store_path.stat().st_size - 1))
+            file.seek(at)
+            file.write(data.draw(st.binary(min_size=1, max_size=40)))
+
+    def teardown(self):
+        self.engine.jobs_a_step = 100
+        super().teardown()
+        assert not self.engine.scheduler.host.stored.hosts()
+        self.engine.store._file.close()
+        self.folder.cleanup()
+
+
+class StoredMachine(Stored, SchedulerMachine):
+    pass
+
+
+class StoredOverlapMachine(Stored, OverlapMachine):
+    block_size = 4
+    host_blocks = 9
+
+
+class StoredUnreliableMachine(Stored, UnreliableMachine):
+    block_size = 4
+
+
 class Windows:
     """Most layers have a sliding window, and block tables of their own."""
 
@@ -353,6 +415,9 @@ TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
 TestHostCache = HostCacheMachine.TestCase
 TestHostCacheUnreliable = HostCacheUnreliableMachine.TestCase
+TestStored = StoredMachine.TestCase
+TestStoredOverlap = StoredOverlapMachine.TestCase
+TestStoredUnreliable = StoredUnreliableMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestWindowOverlap = WindowOverlapMachine.TestCase
 TestWindowUncached = WindowUncachedMachine.TestCase
@@ -374,6 +439,7 @@ TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.set
     examples(14)
 )
 TestHostCache.settings = TestHostCacheUnreliable.settings = examples(14)
+TestStored.settings = TestStoredOverlap.settings = TestStoredUnreliable.settings = examples(10)
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings
 ) = examples(8)

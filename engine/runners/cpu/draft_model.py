@@ -32,7 +32,9 @@ class DraftModel:
         """Load the model. Raises ConfigError if it cannot draft for the one of these settings."""
         if _tokenizer_of(folder) != _tokenizer_of(Path(config.model)):
             raise ConfigError(f"--draft-model {folder.name}: it has another tokenizer than {Path(config.model).name}")
-        settings = replace(config, model=str(folder), quantization="auto", max_model_len=None, host_kv_gb=0.0)
+        settings = replace(
+            config, model=str(folder), quantization="auto", max_model_len=None, host_kv_gb=0.0, kv_store=""
+        )
         self._runner = ModelRunner(settings, progress)
         info = self._runner.info
         if info.vocab_size != vocab_size:

@@ -18,6 +18,9 @@ class HostMemory:
         self._layers = layers
         self._rows = torch.empty(num_blocks, bytes_of_block(layers), dtype=torch.uint8)
 
+    def row(self, host: int) -> memoryview:
+        return self._rows[host].numpy().data
+
     def copy(self, plan: StepPlan) -> float:
         """Makes a plan's saves, then its loads. Returns the seconds that they took."""
         if not plan.saves and not plan.loads:

@@ -80,6 +80,15 @@ class ModelRunner:
     def recover(self) -> None:
         """Does nothing: the runner keeps nothing that does not follow from the sequences' tokens."""
 
+    def host_row(self, host: int) -> memoryview:
+        """Return the bytes of a host block, which only its user touches."""
+        return self._host.row(host)
+
+    @torch.inference_mode()
+    def copy(self, plan: StepPlan) -> None:
+        """Make the saves and loads of a plan that has nothing else."""
+        self._host.copy(plan)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
         """Computes a plan. Computing the same plan twice writes the same cache and chooses the same tokens."""

@@ -53,6 +53,9 @@ class HostCopies:
         self._before: torch.cuda.Event | None = None  # all that was launched before the last step
         self._last = _Touched.by(StepPlan([]), self._block_size)
 
+    def row(self, host: int) -> memoryview:
+        return self._rows[host].numpy().data
+
     def launch(self, plan: StepPlan) -> Callable[[], float]:
         """Start a plan's saves, then its loads. Call this for every plan, before anything else of it is launched.
 
@@ -63,6 +66,12 @@ class HostCopies:
         seconds = self._start(plan, before, now) if plan.saves or plan.loads else nothing_copied
         self._before, self._last = now, _Touched.by(plan, self._block_size)
         return seconds
+
+    def copy(self, plan: StepPlan) -> None:
+        """Make the copies of a plan that has nothing else, and wait for them."""
+        self.launch(plan)
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _start(
         self, plan: StepPlan, before: torch.cuda.Event | None, now: torch.cuda.Event | None

@@ -99,6 +99,17 @@ class DeviceRunner:
         with enough_memory("a step", *_STEP_FLAGS, error=OutOfMemory), self._ready():
             return self._launch(plan)
 
+    def host_row(self, host: int) -> memoryview:
+        """Return the bytes of a host block, which only its user touches."""
+        assert self._host is not None, "it has blocks of host memory"
+        return self._host.row(host)
+
+    def copy(self, plan: StepPlan) -> None:
+        """Make the saves and loads of a plan that has nothing else, and wait for them."""
+        assert self._host is not None, "it has blocks of host memory"
+        with self._ready():
+            self._host.copy(plan)
+
     def _launch(self, plan: StepPlan) -> DeviceStep:
         copied_s = self._host.launch(plan) if self._host else nothing_copied
         if plan.copies:
