@@ -226,13 +226,14 @@ class BlockFile:
         return _ENTRY.unpack_from(self._table, slot * ENTRY_BYTES)
 
     def _used(self, slot: int) -> int:
-        return self._entry(slot)[5]
+        """Return the second of a block's last use; 0 if that has not come yet: no checksum covers it."""
+        used = self._entry(slot)[5]
+        return used if used <= self._now() else 0
 
     def _ranks(self) -> Iterator[tuple[int, int, int]]:
         """Yield each block's second of last use, its negated position and its slot: the lowest is given up first."""
         for slot in self._address_of:
-            _, _, position, _, _, used = self._entry(slot)
-            yield used, -position, slot
+            yield self._used(slot), -self._entry(slot)[2], slot
 
     def _choose_slot(self) -> int:
         while (slot := self._empty.pop() if self._empty else next(self._fresh, None)) is not None:
@@ -243,9 +244,9 @@ class BlockFile:
                 self._read_table()  # for what other processes have used
                 self._victims.extend(sorted(self._ranks())[: 1 + self._num_slots // _VICTIMS_PART])
             rank = self._victims.popleft()
-            _, _, position, _, _, used = self._entry(rank[2])
-            if rank[2] in self._address_of and rank[:2] == (used, -position):
-                return rank[2]
+            slot = rank[2]
+            if slot in self._address_of and rank == (self._used(slot), -self._entry(slot)[2], slot):
+                return slot
 
     def _write_entry(self, slot: int, entry: bytes) -> None:
         os.pwrite(self._fd, entry, TABLE_AT + slot * ENTRY_BYTES)

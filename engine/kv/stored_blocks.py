@@ -1,8 +1,8 @@
 """The prefix cache's third tier: blocks in a file, which outlive the engine and are shared by the engines of a host.
 
 A block goes to the file once a second request has found it, so that prompts that come once are neither written nor
-displace others. The next plans save such blocks to host blocks, a millisecond of copies a step, and an engine with
-nothing to compute saves them at once. The store's thread (block_store.py) writes them from there.
+displace others. The next plans save such blocks to host blocks, half a millisecond of copies a step, and an engine
+with nothing to compute saves them at once. The store's thread (block_store.py) writes them from there.
 
 A sequence that arrives may find blocks in the file behind those in memory. It then waits while the thread reads them
 into host blocks, and starts like any other: what was read is cached in host memory (host_cache.py). It waits no longer
@@ -27,7 +27,7 @@ from .prefix_cache import Prefix
 
 log = logging.getLogger("pagoda.engine")
 
-_COPY_BUDGET_S = 0.001  # of a step, for copies of blocks that are to be written
+_COPY_BUDGET_S = 0.0005  # of a step, for copies of blocks that are to be written
 _FIRST_COPIES, _MOST_COPIES = 8, 64  # blocks a step: before copies have been timed, and at most
 _WRITING_PART = 8  # at most this part of host memory holds blocks that are to be written
 _READING_PART = 2  # and this part those that are being read
@@ -191,8 +191,11 @@ class StoredBlocks:
         addresses.update(self._read(missing))
         if not addresses:
             return False
-        wait_s = min(max(self._costs.chunk_s(prefix.num_tokens, end * size), _LEAST_WAIT_S), _MOST_WAIT_S)
-        self._waiting[seq.id] = _Waiting(seq, addresses, self._clock() + wait_s)
+        now, computed_s = self._clock(), self._costs.chunk_s(prefix.num_tokens, end * size)
+        until = min(now + min(max(computed_s, _LEAST_WAIT_S), _MOST_WAIT_S), seq.request.deadline - 2 * computed_s)
+        if until <= now:
+            return False  # if the disk hangs, it could not be computed in time any more
+        self._waiting[seq.id] = _Waiting(seq, addresses, until)
         return True
 
     def _is_worth(self, num_reads: int, num_loads: int, start: int, end: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from pagoda_server.engine.serving.kv_store import restore
 from pagoda_server.settings.engine import PolicyName, StepLimits
 
 VOCAB_SIZE = 258
+_STARTS: Counter[Path] = Counter()  # of engines, by the file of blocks
 
 
 def synthetic_runner(
@@ -162,7 +164,9 @@ class SteppedEngine:
         self.jobs_a_step = 100  # of the store
         self.num_restored = 0
         if store_path is not None:
-            file = BlockFile(store_path, bytes(32), 8 * block_size, store_blocks, now=lambda: self.now)
+            _STARTS[store_path] += 1
+            started = _STARTS[store_path] * 100_000.0  # each engine starts later than the one before
+            file = BlockFile(store_path, bytes(32), 8 * block_size, store_blocks, now=lambda: started + self.now)
             self.store = BlockStore(file, self.runner)
             self.num_restored = restore(self.store, self.pool, host_blocks)
         self.scheduler = Scheduler(

@@ -107,6 +107,16 @@ def test_what_was_not_used_for_longest_makes_room(path: Path, clock: Clock) -> N
     assert read(file, [10, 20, 30, 40, 50, 60]) == [10, 40, 50, 60]
 
 
+def test_a_block_whose_last_use_is_damaged_is_not_kept_for_ever(path: Path, clock: Clock) -> None:
+    write(opened(path, clock=clock), [10, 20, 30, 40])
+    with path.open("r+b") as file:
+        file.seek(TABLE_AT + ENTRY_BYTES - 4)
+        file.write(b"\xff\xff\xff\xff")
+    again = opened(path, clock=clock)
+    write(again, [50])
+    assert read(again, [10, 20, 30, 40, 50]) == [20, 30, 40, 50]
+
+
 def test_the_end_of_a_sequence_makes_room_before_its_beginning(path: Path, clock: Clock) -> None:
     file = opened(path, clock=clock)
     for name in (10, 11, 12, 13):

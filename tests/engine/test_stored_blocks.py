@@ -106,6 +106,18 @@ def test_a_disk_that_hangs_delays_a_sequence_for_two_seconds_at_most(filled: Pat
     assert engine.scheduler.host.load().read_tokens == 32, "what came late is cached"
 
 
+def test_a_sequence_leaves_the_file_in_time_to_be_computed_by_its_deadline(filled: Path) -> None:
+    engine = small(filled, step_time=StepTime(0.0, 0.0, 0.01))
+    for seed in (2, 3, 4):
+        served(engine, seed)
+    engine.jobs_a_step = 0
+    seq = engine.add(prompt(LONG, 0), 3, timeout_s=0.8)
+    while seq.state is not State.FINISHED:
+        if engine.step().is_empty:
+            engine.now = max(engine.now, min(engine.scheduler.next_deadline, engine.now + 0.05))
+    assert engine.outputs[seq.id] == engine.expected(seq)
+
+
 def test_two_sequences_wait_for_one_read(filled: Path) -> None:
     engine = small(filled)
     seqs = [engine.add(prompt(LONG, 0), 3) for _ in range(2)]
