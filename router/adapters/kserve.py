@@ -18,7 +18,6 @@ from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.output import ClientWriter
 from ..request.receiving import from_protobuf
-from ..request.validation import check_model
 from ..tenants.caller import caller
 from .kserve_tensors import (
     INPUTS,
@@ -50,12 +49,10 @@ class GrpcInferenceService:
     def __init__(
         self,
         *,
-        model: str,
         inference: InferenceServicer,
         state: Callable[[], control_pb2.ServerState],
         stall_timeout_s: float,
     ) -> None:
-        self._model = model
         self._inference = inference
         self._state = state
         self._stall_timeout_s = stall_timeout_s
@@ -100,11 +97,9 @@ class GrpcInferenceService:
         return kserve.ServerReadyResponse(ready=self._is_ready)
 
     async def _model_ready(self, request: kserve.ModelReadyRequest, context: Context) -> kserve.ModelReadyResponse:
-        is_served = request.name in (
-            self._model,
-            self._inference.limits.other_name or self._model,
-        ) and request.version in ("", VERSION)
-        return kserve.ModelReadyResponse(ready=is_served and self._is_ready)
+        called = [model for model in self._inference.models if model.is_called(request.name)]
+        has_engine = any(model.engines.ready for model in called) and request.version in ("", VERSION)
+        return kserve.ModelReadyResponse(ready=has_engine and self._is_ready)
 
     async def _metadata(self, request: kserve.ServerMetadataRequest, context: Context) -> kserve.ServerMetadataResponse:
         return kserve.ServerMetadataResponse(name="pagoda", version=installed_version())
@@ -112,11 +107,11 @@ class GrpcInferenceService:
     async def _model_metadata(
         self, request: kserve.ModelMetadataRequest, context: Context
     ) -> kserve.ModelMetadataResponse:
-        check_model(request.name, self._model, self._inference.limits)
+        model = self._inference.models.named(request.name)
         check_version(request.version)
         tensor = kserve.ModelMetadataResponse.TensorMetadata
         return kserve.ModelMetadataResponse(
-            name=self._model,
+            name=model.name,
             versions=[VERSION],
             platform="pagoda",
             inputs=[tensor(name=name, datatype=kind, shape=[1]) for name, kind in INPUTS.items()],

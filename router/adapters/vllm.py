@@ -122,7 +122,7 @@ class VllmEngine:
         return vllm.AbortResponse()
 
     async def _model_info(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
-        (model,) = (await self._control.ListModels(control_pb2.ListModelsRequest(), context)).models
+        model = (await self._control.ListModels(control_pb2.ListModelsRequest(), context)).models[0]
         return vllm.GetModelInfoResponse(
             model_path=model.name,
             is_generation=True,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pagoda.v1 import control_pb2
@@ -31,24 +32,84 @@ class Member:
     address: str
 
 
-class Fleet:
-    """The channels to all engines, in the order in which they joined; picks an engine for each request.
+class Engines(ABC):
+    """Engines of one model, and the choice of one of them for each request.
 
     A Chooser picks. An engine whose answer is late gets nothing while others answer.
     """
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.chooser = chooser
+
+    @property
+    @abstractmethod
+    def channels(self) -> Sequence[EngineChannel]:
+        """Those to all of these engines, in the order in which they joined."""
+
+    @property
+    def ready(self) -> list[EngineChannel]:
+        """The engines that take requests."""
+        return [channel for channel in self.channels if channel.takes_requests]
+
+    def refusal(self) -> Unavailable | None:
+        """Why no engine can be picked now; None: one is ready."""
+        if self.ready:
+            return None
+        return Unavailable("the engine is loading or being restarted", retry_after_s=self.retry_after_s)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """How long a client that has lost its engine should wait; None: unknown."""
+        if self.ready:
+            return RETRY_AFTER_S[0]
+        return min((at for channel in self.channels if (at := channel.retry_after_s) is not None), default=None)
+
+    def pick(
+        self,
+        avoid: Collection[EngineChannel] = (),
+        asked: Asked | None = None,
+        like: control_pb2.EngineInfo | None = None,
+    ) -> EngineChannel:
+        """Pick an engine. Raises Unavailable if none is ready.
+
+        avoid  engines that get the request only if no other is ready
+        asked  what is known of the request; None: nothing
+        like   what an engine reported whose tokens the picked one must continue; None: the request is new
+        """
+        if (error := self.refusal()) is not None:
+            raise error
+        ready = self.ready
+        if like is not None:
+            ready = [channel for channel in ready if channel.may_continue(like)]
+            if not ready:
+                raise Unavailable("no engine of the same kind is ready", retry_after_s=self.retry_after_s)
+        candidates = [channel for channel in ready if channel not in avoid] or ready
+        candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
+        return candidates[0] if len(candidates) == 1 else self.chooser.choose(candidates, asked)
+
+
+class Fleet(Engines):
+    """The channels to all engines, which join and leave. Where a router serves one model, they are its engines."""
 
     def __init__(self, connect: Callable[[Member, int], EngineChannel], chooser: Chooser | None = None) -> None:
         """
         connect  makes the channel to a member; the number is its place among all that have ever joined
         chooser  None: LeastLoaded
         """
-        self.channels: list[EngineChannel] = []
+        super().__init__(chooser or LeastLoaded())
+        self._channels: list[EngineChannel] = []
         self._connect = connect
         self._numbers = itertools.count()
-        self.chooser = chooser or LeastLoaded()
         self._looks_again: asyncio.TimerHandle | None = None
         self._tasks: dict[EngineChannel, asyncio.Task[None]] = {}
         self._failed: asyncio.Future[None] | None = None  # set while it runs; ends with the first channel that fails
+
+    @property
+    def channels(self) -> list[EngineChannel]:
+        return self._channels
+
+    def find(self, number: int) -> EngineChannel | None:
+        return next((channel for channel in self.channels if channel.number == number), None)
 
     # -- who belongs to it ------------------------------------------------------------------------------------------
 
@@ -116,49 +177,3 @@ class Fleet:
             self._tasks.pop(channel).cancel()
         if len(idle) < len(leaving):
             self._looks_again = asyncio.get_running_loop().call_later(LOOKS_AGAIN_S, self._part)
-
-    # -- which one gets a request -----------------------------------------------------------------------------------
-
-    @property
-    def ready(self) -> list[EngineChannel]:
-        """The engines that take requests."""
-        return [channel for channel in self.channels if channel.takes_requests]
-
-    def find(self, number: int) -> EngineChannel | None:
-        return next((channel for channel in self.channels if channel.number == number), None)
-
-    def refusal(self) -> Unavailable | None:
-        """Why no engine can be picked now; None: one is ready."""
-        if self.ready:
-            return None
-        return Unavailable("the engine is loading or being restarted", retry_after_s=self.retry_after_s)
-
-    @property
-    def retry_after_s(self) -> float | None:
-        """How long a client that has lost its engine should wait; None: unknown."""
-        if self.ready:
-            return RETRY_AFTER_S[0]
-        return min((at for channel in self.channels if (at := channel.retry_after_s) is not None), default=None)
-
-    def pick(
-        self,
-        avoid: Collection[EngineChannel] = (),
-        asked: Asked | None = None,
-        like: control_pb2.EngineInfo | None = None,
-    ) -> EngineChannel:
-        """Pick an engine. Raises Unavailable if none is ready.
-
-        avoid  engines that get the request only if no other is ready
-        asked  what is known of the request; None: nothing
-        like   what an engine reported whose tokens the picked one must continue; None: the request is new
-        """
-        if (error := self.refusal()) is not None:
-            raise error
-        ready = self.ready
-        if like is not None:
-            ready = [channel for channel in ready if channel.may_continue(like)]
-            if not ready:
-                raise Unavailable("no engine of the same kind is ready", retry_after_s=self.retry_after_s)
-        candidates = [channel for channel in ready if channel not in avoid] or ready
-        candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
-        return candidates[0] if len(candidates) == 1 else self.chooser.choose(candidates, asked)

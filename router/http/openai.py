@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 
 from pagoda.v1 import inference_pb2
 
-from ..errors import NotFound, PagodaError
+from ..errors import NotFound
 from ..request.fields import Limits
 from ..request.inference import InferenceServicer
+from ..request.models import ServedModel, ServedModels
 from ..request.receiving import Parse
-from ..request.validation import check_model
 from .errors import HttpError
 from .http_call import Answer, Endpoint, HttpCall, Serve
 from .openai_answers import answer_to
@@ -30,13 +30,15 @@ from .openai_resuming import LAST_EVENT_ID, ByLastEventId, EventId, ResumableAns
 class _Api:
     """One request of the OpenAI API, and what its answer is made by."""
 
-    def __init__(self, model: str, is_chat: bool) -> None:
-        self._model = model
+    def __init__(self, models: ServedModels, is_chat: bool) -> None:
+        self._models = models
+        self._model = ""  # the name of the one that is asked for
         self._asked = Asked(is_chat)
         self._request_id = ""
 
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.GenerateRequest:
         request = translated(raw, limits, self._asked)
+        self._model = self._models.named(request.model).name
         request.request_id = self._request_id = call.request_id
         return request
 
@@ -52,8 +54,8 @@ class _Api:
 class _Completions(_Api):
     """The same for /v1/completions, which take several prompts."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model, is_chat=False)
+    def __init__(self, models: ServedModels) -> None:
+        super().__init__(models, is_chat=False)
 
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> Completion:  # type: ignore[override]
         return Completion(super().request(raw, limits, call), self._asked)
@@ -64,7 +66,7 @@ class _Resumed(_Api):
 
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.ResumeRequest:  # type: ignore[override]
         self._received = EventId.read(call.header(LAST_EVENT_ID))
-        translated(raw, limits, self._asked)
+        self._model = self._models.named(translated(raw, limits, self._asked).model).name
         self._asked.created, call.request_id = self._received.created, self._received.request_id
         return self._received.resume_request(self._asked)
 
@@ -72,29 +74,26 @@ class _Resumed(_Api):
         return ResumableAnswer(self._asked, self._received.request_id, self._model, self._received)
 
 
-def routes(
-    inference: InferenceServicer, model: str, refusal: Callable[[], PagodaError | None], max_bytes: int
-) -> list[BaseRoute]:
+def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:
     """The API's routes.
 
-    model      the name of the model that is served
-    refusal    why no engine can serve it now
     max_bytes  of a body
     """
-    started = int(time.time())
+    started, models = int(time.time()), inference.models
 
-    def listed() -> dict[str, object]:
-        if (why := refusal()) is not None:
+    def described(model: ServedModel) -> dict[str, object]:
+        most = model.limits.max_model_len
+        return {"id": model.name, "object": "model", "created": started, "owned_by": "pagoda", "max_model_len": most}
+
+    async def all_models(request: Request) -> Response:
+        if (why := models.refusal()) is not None:
             raise why
-        most = inference.limits.max_model_len
-        return {"id": model, "object": "model", "created": started, "owned_by": "pagoda", "max_model_len": most}
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [listed()]})
+        return JSONResponse({"object": "list", "data": [described(model) for model in models]})
 
     async def one_model(request: Request) -> Response:
-        check_model(request.path_params["name"], model, inference.limits)
-        return JSONResponse(listed())
+        model = models.named(request.path_params["name"])
+        model.check_ready()
+        return JSONResponse(described(model))
 
     async def embed(call: HttpCall, parse: Parse[inference_pb2.EmbedRequest], route: str) -> None:
         await inference.readouts.embed(call, parse, route, call.take)
@@ -108,14 +107,14 @@ def routes(
 
     def resumable(serve: Serve, make_api: Callable[[], _Api], is_chat: bool) -> ASGIApp:
         begun = Endpoint(inference, "Generate", serve, make_api, max_bytes)
-        resumed = Endpoint(inference, "Resume", resume, partial(_Resumed, model, is_chat), max_bytes)
+        resumed = Endpoint(inference, "Resume", resume, partial(_Resumed, models, is_chat), max_bytes)
         return ByLastEventId(begun, resumed)
 
-    chats = resumable(inference.generate, partial(_Api, model, is_chat=True), is_chat=True)
-    completions = resumable(partial(complete, inference), partial(_Completions, model), is_chat=False)
-    embeddings = Endpoint(inference, "Embed", embed, partial(EmbeddingsApi, model), max_bytes)
+    chats = resumable(inference.generate, partial(_Api, models, is_chat=True), is_chat=True)
+    completions = resumable(partial(complete, inference), partial(_Completions, models), is_chat=False)
+    embeddings = Endpoint(inference, "Embed", embed, partial(EmbeddingsApi, models), max_bytes)
     return [
-        Route("/v1/models", models),
+        Route("/v1/models", all_models),
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", chats, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),

@@ -13,6 +13,7 @@ from pagoda.v1 import inference_pb2
 from ..errors import InvalidArgument
 from ..request.fields import Limits, check_count
 from ..request.json_body import Fields, Json, integers_of, json_object
+from ..request.models import ServedModels
 from .http_call import Answer, HttpCall
 
 _POOLINGS = {
@@ -29,8 +30,9 @@ class EmbeddingsApi:
 
     media_type = "application/json"
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+        self._model = ""  # the name of the one that is asked for
         self._is_base64 = False
         self._is_one = False  # the input is one text or one list of token ids
         self._answer = b""
@@ -43,6 +45,7 @@ class EmbeddingsApi:
         except UnicodeEncodeError:  # the protocol's texts are UTF-8
             raise InvalidArgument("body", "holds half of a surrogate pair, which is no character") from None
         given.none_left()
+        self._model = self._models.named(request.model).name
         return request
 
     def _fill(self, request: inference_pb2.EmbedRequest, given: Fields, limits: Limits) -> None:

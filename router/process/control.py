@@ -12,19 +12,17 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, trace_pb2
 
 from ... import installed_version
-from ..answers.formats import AnswerFormat
 from ..engines.channel import EngineChannel
 from ..engines.fleet import Fleet
-from ..errors import InvalidArgument, Unavailable
+from ..errors import InvalidArgument
 from ..request.admission import Admission, LiveRequests
 from ..request.client_call import Context
-from ..request.fields import Limits
+from ..request.models import ServedModel, ServedModels
 from ..request.sampling import recommended_sampling
 from ..request.wire import MAX_FIELDS
 from ..telemetry.load_feed import MAX_TRACES, LoadFeed, Places
 from ..tenants.caller import Right, caller
 from ..tenants.own_view import seen_info, seen_load, seen_trace
-from ..text.tokenizer import Tokenizer
 
 log = logging.getLogger("pagoda.router")
 
@@ -76,27 +74,21 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def __init__(
         self,
         *,
-        model: str,
-        tokenizer: Tokenizer,
-        limits: Callable[[], Limits],
+        models: ServedModels,
         admission: Admission,
         fleet: Fleet,
         state: ServingState,
         engine_restarts: Callable[[], int],
         max_message_bytes: int,
         settings: dict[str, str],
-        format: AnswerFormat | None = None,
     ) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._limits = limits
+        self._models = models
         self._admission = admission
         self._fleet = fleet
         self._state = state
         self._engine_restarts = engine_restarts
         self._max_message_bytes = max_message_bytes
         self._settings = settings
-        self._format = format
         self._started = time.monotonic()
         self._feed = LoadFeed(self.current_load)
         self._traces = Places("GetStepTrace", MAX_TRACES)
@@ -104,11 +96,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: Context
     ) -> control_pb2.ServerInfo:
-        limits = self._limits()
+        limits = self._models.limits
         restarts = self._engine_restarts()
         info = control_pb2.ServerInfo(
             version=installed_version(),
-            model=self._model,
+            model=self._models.first.name,
             state=self._state.state,
             engines=[_status(channel, restarts) for channel in self._fleet.channels],
             limits=control_pb2.Limits(
@@ -131,32 +123,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def ListModels(
         self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
-        if not (ready := self._fleet.ready):
-            raise Unavailable("the engine is loading or being restarted")
-        info, limits, template = ready[0].info, self._limits(), self._tokenizer.chat_template
-        assert info is not None
-        capabilities = [control_pb2.CAPABILITY_GENERATE]
-        if self._tokenizer.has_bytes:
-            capabilities.append(control_pb2.CAPABILITY_GUIDED)
-        if template is not None:
-            capabilities.append(control_pb2.CAPABILITY_CHAT)
-            if template.reads_tools:
-                capabilities.append(control_pb2.CAPABILITY_TOOLS)
-        capabilities += [control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
-        model = control_pb2.ModelInfo(
-            name=self._model,
-            architecture=info.architecture,
-            vocab_size=limits.vocab_size,
-            max_model_len=limits.max_model_len,
-            eos_token_ids=self._tokenizer.eos_token_ids,
-            capabilities=capabilities,
-            template_kwargs=template.kwargs if template is not None else (),
-            hidden_size=limits.hidden_size,
-            recommended_sampling=recommended_sampling(self._tokenizer.recommended),
-            tool_format=self._format.tool_format if self._format else "",
-            reasoning_format=self._format.reasoning_format if self._format else "",
-        )
-        return control_pb2.ListModelsResponse(models=[model])
+        if (why := self._models.refusal()) is not None:
+            raise why
+        return control_pb2.ListModelsResponse(models=map(_described, self._models))
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.Load:
         return seen_load(self.load())
@@ -247,6 +216,31 @@ def add_tenants(load: control_pb2.Load, engines: Iterable[engine_pb2.Tenants]) -
     most_served = sorted(merged.values(), key=lambda tenant: tenant.recent_service, reverse=True)
     load.tenants.extend(most_served[:MAX_TENANTS_LISTED])
     load.num_tenants = len(merged) + unlisted
+
+
+def _described(model: ServedModel) -> control_pb2.ModelInfo:
+    limits, tokenizer, template = model.limits, model.tokenizer, model.tokenizer.chat_template
+    capabilities = [control_pb2.CAPABILITY_GENERATE]
+    if tokenizer.has_bytes:
+        capabilities.append(control_pb2.CAPABILITY_GUIDED)
+    if template is not None:
+        capabilities.append(control_pb2.CAPABILITY_CHAT)
+        if template.reads_tools:
+            capabilities.append(control_pb2.CAPABILITY_TOOLS)
+    capabilities += [control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
+    return control_pb2.ModelInfo(
+        name=model.name,
+        architecture=model.architecture,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=tokenizer.eos_token_ids,
+        capabilities=capabilities,
+        template_kwargs=template.kwargs if template is not None else (),
+        hidden_size=limits.hidden_size,
+        recommended_sampling=recommended_sampling(tokenizer.recommended),
+        tool_format=model.format.tool_format if model.format else "",
+        reasoning_format=model.format.reasoning_format if model.format else "",
+    )
 
 
 def _status(channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:

@@ -8,7 +8,6 @@ import logging
 import math
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ from ..adapters.vllm import VllmEngine
 from ..answers.formats import format_of
 from ..engines.channel import EngineChannel
 from ..engines.choosing import RULES
-from ..engines.fleet import Fleet, Member
+from ..engines.fleet import Engines, Fleet, Member
 from ..engines.group import SETTLES_S, EngineGroup
 from ..engines.handshake import channel_trust
 from ..engines.membership import membership
@@ -45,12 +44,15 @@ from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
 from ..request.failover import Failover
 from ..request.fields import Limits
+from ..request.guided import GrammarChecker
 from ..request.inference import InferenceServicer
+from ..request.models import ServedModel, ServedModels
 from ..request.receiving import Messages
 from ..request.record import Observers
 from ..request.sampling import default_sampling
 from ..request.services import Services
 from ..telemetry.logs import RequestLog
+from ..tenants.caller import caller
 from ..tenants.identity import Identities, Tenants, TenantsFile
 from ..tenants.ledger import OwnLedger, SharedLedger
 from ..tenants.quotas import Quotas
@@ -127,9 +129,6 @@ class Router:
         self._name = config.served_model_name or folder.name
         self._folder = folder
         self._tokenizer = tokenizer
-        template = tokenizer.chat_template.source if tokenizer.chat_template else None
-        self._format = format_of(template, config.tool_format, config.reasoning_format)
-        self._limits = self._first_limits()
         self._index = index
         self._sockets = sockets
         self._spawned = engine.address if engine else spawned
@@ -168,7 +167,8 @@ class Router:
         with contextlib.closing(self._tokenizer):
             self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
             self._fleet = Fleet(self._connect, RULES[self._config.choose]())
-            self._failover = Failover(self._fleet, continues=self._config.failover, wait_s=self._config.failover_wait_s)
+            self._models = ServedModels([self._served(self._name, self._folder, self._tokenizer, self._fleet)])
+            self._failover = Failover(continues=self._config.failover, wait_s=self._config.failover_wait_s)
             self._engine_group = EngineGroup(
                 lambda: self._fleet.channels,
                 mixes=self._config.mixed_engines,
@@ -277,34 +277,35 @@ class Router:
         self._announcer.starts(self._port.address, self._http.url if self._http else "")
         return server
 
-    def _first_limits(self) -> Limits:
-        """The limits that hold until an engine reports its own."""
+    def _served(self, name: str, folder: Path, tokenizer: Tokenizer, engines: Engines) -> ServedModel:
+        """A model with the limits that hold until an engine reports its own."""
         config = self._config
+        template = tokenizer.chat_template.source if tokenizer.chat_template else None
+        format = format_of(template, config.tool_format, config.reasoning_format)
         recommended = inference_pb2.Sampling()
         if config.sampling_defaults == "model":
-            recommended = default_sampling(self._tokenizer.recommended)
-        return Limits(
+            recommended = default_sampling(tokenizer.recommended)
+        limits = Limits(
             max_model_len=config.max_model_len or 1 << 31,
-            vocab_size=self._tokenizer.vocab_size,
+            vocab_size=tokenizer.vocab_size,
             kv_token_capacity=1 << 62,
-            has_chat_template=self._tokenizer.chat_template is not None,
-            has_tool_format=bool(self._format and self._format.tool_format),
+            has_chat_template=tokenizer.chat_template is not None,
+            has_tool_format=bool(format and format.tool_format),
             max_text_bytes=config.max_text_bytes,
             default_max_tokens=config.default_max_tokens,
-            pooling=pooling_of(self._folder),
-            other_name=self._folder.name if self._folder.name.startswith(f"{self._name}-") else "",  # of a .gguf file
+            pooling=pooling_of(folder),
+            other_name=folder.name if folder.name.startswith(f"{name}-") else "",  # of a .gguf file
             recommended=recommended,
         )
+        grammars = GrammarChecker(tokenizer, lambda: caller().tenant)
+        return ServedModel(name, folder, tokenizer, format, limits, grammars, engines)
 
     def _make_inference(self, messages: Messages) -> InferenceServicer:
         services = Services(
-            model=self._name,
-            limits=lambda: self._limits,
-            tokenizer=self._tokenizer,
+            models=self._models,
             admission=self._admission,
             quotas=self._quotas,
             messages=messages,
-            fleet=self._fleet,
             live=self._live,
             observers=self._observers,
             failover=self._failover,
@@ -314,22 +315,18 @@ class Router:
             stall_timeout_s=self._config.stall_timeout_s,
             resume_s=self._config.resume_s,
             times=self._tally.times if self._tally else None,
-            format=self._format,
         )
 
     def _make_control(self, max_bytes: int) -> ControlServicer:
         config = self._config
         return ControlServicer(
-            model=self._name,
-            tokenizer=self._tokenizer,
-            limits=lambda: self._limits,
+            models=self._models,
             admission=self._admission,
             fleet=self._fleet,
             state=self._state,
             engine_restarts=self._engine_restarts,
             max_message_bytes=max_bytes,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
-            format=self._format,
         )
 
     def _adapters(
@@ -347,7 +344,6 @@ class Router:
                 stall_timeout_s=stall_timeout_s,
             ),
             GrpcInferenceService(
-                model=self._name,
                 inference=self._inference,
                 state=lambda: self._state.state,
                 stall_timeout_s=stall_timeout_s,
@@ -366,7 +362,7 @@ class Router:
         about = {"model": self._name, "version": installed_version(), "resumable": is_resumable}
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
-            *openai.routes(self._inference, self._name, self._fleet.refusal, max_bytes),
+            *openai.routes(self._inference, max_bytes),
             *page.routes(LiveFeed(self._fleet, load), about),
             *metrics.routes(shown.page),
         ]
@@ -426,19 +422,14 @@ class Router:
             self._has_served = True
             if self._keeper:
                 self._keeper.mark_ready()
-            self._adopt(infos)
+            for model in self._models:
+                model.adopt([channel.info for channel in model.engines.ready if channel.info])
+            self._share(infos)
             self._announcer.is_ready()
         await self._state.refresh()
 
-    def _adopt(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
-        """Adopt the smallest limits of all engines, because any of them may get a request."""
-        self._limits = replace(
-            self._limits,
-            max_model_len=min(info.max_model_len for info in engines),
-            vocab_size=min(info.vocab_size for info in engines),
-            kv_token_capacity=min(info.kv_cache.token_capacity for info in engines),
-            hidden_size=min(info.hidden_size for info in engines),
-        )
+    def _share(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
+        """Share the places of all engines between tenants as the engines do, and admit as much as fits them."""
         self._inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:
             capacity = sum(info.kv_cache.token_capacity for info in engines)

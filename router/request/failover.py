@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 from ..engines.channel import EngineChannel
-from ..engines.fleet import Fleet
+from ..engines.fleet import Engines
 from ..errors import EngineLost, EnginesLost, Unavailable
 
 MAX_LOSSES = 2  # of a request: one that ends its engines must not end them all
@@ -24,17 +24,24 @@ class Failover:
     outcomes   counts what became of the requests, for each time that one lost its engine
     """
 
-    def __init__(self, fleet: Fleet, *, continues: bool, wait_s: float) -> None:
+    def __init__(self, *, continues: bool, wait_s: float) -> None:
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
-        self._fleet = fleet
         self._continues = continues
         self._wait_s = wait_s
 
     async def elsewhere(
-        self, engine: EngineChannel, lost: EngineLost, *, num_losses: int, has_begun: bool, timeout_s: float | None
+        self,
+        engines: Engines,
+        engine: EngineChannel,
+        lost: EngineLost,
+        *,
+        num_losses: int,
+        has_begun: bool,
+        timeout_s: float | None,
     ) -> EngineChannel:
         """Choose the engine that a request is submitted to again.
 
+        engines     those of its model
         engine      the one that was lost
         num_losses  engines that the request has lost, this one included
         has_begun   the client has a part of the answer, which only an engine of the same kind can continue
@@ -48,7 +55,7 @@ class Failover:
         ends_at = time.monotonic() + min(self._wait_s, math.inf if timeout_s is None else timeout_s)
         while self._continues or not has_begun:
             try:
-                chosen = self._fleet.pick(avoid=(engine,), like=lost.engine if has_begun else None)
+                chosen = engines.pick(avoid=(engine,), like=lost.engine if has_begun else None)
             except Unavailable:
                 if time.monotonic() >= ends_at:
                     break
@@ -57,5 +64,5 @@ class Failover:
                 self.outcomes["continued" if has_begun else "resubmitted"] += 1
                 return chosen
         self.outcomes["unavailable"] += 1
-        lost.retry_after_s = self._fleet.retry_after_s
+        lost.retry_after_s = engines.retry_after_s
         raise lost

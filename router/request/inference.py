@@ -13,16 +13,14 @@ import grpc
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
-from ..answers.formats import AnswerFormat
 from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
 from ..errors import EngineLost, PagodaError, Unavailable, Unimplemented
 from ..tenants.caller import caller
 from .admission import Admission, Reservation
 from .client_call import ClientCall, time_left
-from .fields import Limits
 from .generate_call import GenerateCall, OutputRoom, Stream
-from .guided import GrammarChecker
+from .models import ServedModel, ServedModels
 from .output import ClientWriter
 from .parsing import checked_grammar, parsing_of
 from .readouts import Readouts
@@ -33,6 +31,7 @@ from .services import SERVICE, AdmittedCall, Services
 from .token_times import TokenTimes
 from .validation import (
     GenerateParams,
+    TokenizeParams,
     check_prompt,
     to_submit,
     validate_detokenize,
@@ -68,27 +67,21 @@ class InferenceServicer:
         stall_timeout_s: float,
         resume_s: float,
         times: Callable[[str], TokenTimes] | None = None,
-        format: AnswerFormat | None = None,
     ) -> None:
         """
-        times   of an engine, by its name; None: nothing counts them
-        format  how the model writes its answers; None: that is not known
+        times  of an engine, by its name; None: nothing counts them
         """
         self.services = services
         self.readouts = Readouts(services)
-        self._tokenizer = services.tokenizer
-        self._grammars = GrammarChecker(services.tokenizer, lambda: caller().tenant)
         self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
         self._times = times
-        self._format = format
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
         self._kept = KeptStreams(resume_s)
 
     @property
-    def limits(self) -> Limits:
-        """Those of now."""
-        return self.services.limits()
+    def models(self) -> ServedModels:
+        return self.services.models
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         """The methods' handlers by name. They take streams of bytes, whatever the protocol says: see receiving.py."""
@@ -115,7 +108,7 @@ class InferenceServicer:
     def refusal(self, tenant: str) -> PagodaError | None:
         """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
         services = self.services
-        return services.fleet.refusal() or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
+        return services.models.refusal() or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
 
     def refused(self, call: ClientCall, why: PagodaError, route: str, method: str = "Generate") -> None:
         """Notify the observers that a call by another protocol has been refused, before it was read."""
@@ -136,33 +129,38 @@ class InferenceServicer:
         """
         async with self.services.admitted("Generate", route, call) as admitted:
             message, record = admitted.message, admitted.record
-            limits, model = self.limits, self.services.model
-            params = await message.parsed(
-                lambda raw: validate_generate(parse(raw, limits), limits, model, record.metadata)
-            )
+
+            def checked(raw: bytes) -> tuple[ServedModel, GenerateParams]:
+                request = parse(raw, self.models.limits)
+                model = self.models.named(request.model)
+                return model, validate_generate(request, model.limits, record.metadata)
+
+            model, params = await message.parsed(checked)
+            model.check_ready()
+            tokenizer, grammars = model.tokenizer, model.grammars
             if params.guided is not None:
-                params = replace(params, guided=await self._grammars.check(params.guided))
+                params = replace(params, guided=await grammars.check(params.guided))
             admitted.check_draining()
             admitted.begin(params.request_id)
             record.is_chat = params.is_chat
             admitted.reservation.grow(params.n * (params.max_tokens or 1))
-            async with self._keeping(admitted, params) as kept:
-                prompt = await self._tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
+            async with self._keeping(admitted, params, model) as kept:
+                prompt = await tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                 record.prompt_len = len(prompt)
-                bad_words = await self._tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
-                max_tokens = check_prompt(params, len(prompt), self.limits)
+                bad_words = await tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
+                max_tokens = check_prompt(params, len(prompt), model.limits)
                 output = params.n * self._likely_length(params, max_tokens)
                 needed = params.n * len(prompt) + output
                 admitted.reservation.grow(needed - admitted.reservation.tokens)
                 admitted.spending.reserve(len(prompt) + output)
                 timeout_s = time_left(call)
-                guided = await checked_grammar(params, self._format, self._tokenizer, prompt, self._grammars)
-                eos_token_ids, asker = self._tokenizer.eos_token_ids, admitted.asker
+                guided = await checked_grammar(params, model.format, tokenizer, prompt, grammars)
+                eos_token_ids, asker = tokenizer.eos_token_ids, admitted.asker
                 submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
                 if kept is not None:
                     kept.submitted(submit)
                 asked = Asked.of(submit, prompt)
-                await self._stream(submit, asked, params, admitted, output, admitted.received, kept)
+                await self._stream(model, submit, asked, params, admitted, output, admitted.received, kept)
 
     def _likely_length(self, params: GenerateParams, max_tokens: int) -> int:
         """Tokens to reserve for each sequence of a request, at first."""
@@ -171,14 +169,14 @@ class InferenceServicer:
         return min(max(self.services.admission.output_lengths.likely, params.min_tokens), max_tokens)
 
     def _keeping(
-        self, admitted: AdmittedCall, params: GenerateParams
+        self, admitted: AdmittedCall, params: GenerateParams, model: ServedModel
     ) -> contextlib.AbstractAsyncContextManager[KeptStream | None]:
         """Keep a stream that its client may resume. Raises Unimplemented if this server keeps none."""
         if not params.is_resumable:
             return _NOT_KEPT
         if not self._kept.keep_s:
             raise Unimplemented("resumable")
-        return self._kept.add(admitted.asker.tenant, params, admitted.received)
+        return self._kept.add(admitted.asker.tenant, params, admitted.received, model)
 
     async def _resume(self, _: object, call: ClientCall) -> None:
         await self._resume_from(call, self.resume_elsewhere)
@@ -200,7 +198,7 @@ class InferenceServicer:
         most: int | None = SMALL_BYTES,
     ) -> None:
         async with self.services.admitted("Resume", route, call, most=most) as admitted:
-            limits, tenant, record = self.limits, admitted.asker.tenant, admitted.record
+            limits, tenant, record = self.models.limits, admitted.asker.tenant, admitted.record
             request = await admitted.message.parsed(lambda raw: validate_resume(parse(raw, limits), limits))
             record.request_id = request.request_id
             kept = self._kept.find(tenant, request.request_id)
@@ -221,10 +219,14 @@ class InferenceServicer:
                 admitted.reservation.grow(kept.num_unfinished * len(submit.prompt) + output)
                 admitted.spending.reserve(output)
                 admitted.begin(request.request_id)
-                await self._stream(submit, Asked.of(submit), kept.params, admitted, output, kept.received, kept, counts)
+                asked = Asked.of(submit)
+                await self._stream(
+                    kept.model, submit, asked, kept.params, admitted, output, kept.received, kept, counts
+                )
 
     async def _stream(
         self,
+        model: ServedModel,
         submit: engine_pb2.Submit,
         asked: Asked,
         params: GenerateParams,
@@ -253,11 +255,11 @@ class InferenceServicer:
                 engine, submit, progress, age_s=age_s, timeout_s=timeout_s, on_start=starts, asked=chosen_by
             )
 
-        fleet = self.services.fleet
+        engines, tokenizer = model.engines, model.tokenizer
         submitted_at = time.monotonic() if kept is None else kept.submitted_at
         is_resumed = kept is not None and has_begun(kept.progress)
         try:
-            engine = fleet.pick(asked=asked)
+            engine = engines.pick(asked=asked)
             # Before all else, so that the engine can start.
             stream: Stream
             if kept is not None:
@@ -279,9 +281,9 @@ class InferenceServicer:
                 await self.services.messages.check_end(admitted.call)  # while the engine computes
                 admitted.message.release()
                 async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
-                    parsing = parsing_of(params, self._format, self._tokenizer, submit.prompt)
+                    parsing = parsing_of(params, model.format, tokenizer, submit.prompt)
                     answer = GenerateCall(
-                        params, len(submit.prompt), self._tokenizer, writer, received, kept, None, parsing, room
+                        params, len(submit.prompt), tokenizer, writer, received, kept, None, parsing, room
                     )
                     admitted.record.answer = answer
                     admitted.reservation.follow(answer, room.num_tokens if room else params.n * submit.max_tokens)
@@ -297,7 +299,7 @@ class InferenceServicer:
                         except EngineLost as lost:
                             stream.close()
                             begun = has_begun(answer.progress)
-                            engine = await admitted.elsewhere(engine, lost, has_begun=begun)
+                            engine = await admitted.elsewhere(engines, engine, lost, has_begun=begun)
                             ends = admitted.live.is_aborted
                             stream = send(engine, [None] * params.n if ends else answer.progress)
                             admitted.live.stream = stream
@@ -312,7 +314,7 @@ class InferenceServicer:
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise
-            raise kept.resumable(error, fleet.retry_after_s) from error
+            raise kept.resumable(error, engines.retry_after_s) from error
 
     async def _embed(self, _: object, call: ClientCall) -> bytes:
         return await self.readouts.embed(call)
@@ -333,27 +335,32 @@ class InferenceServicer:
 
     async def _tokenize(self, _: object, call: ClientCall) -> bytes:
         async with self._converting(call) as (message, reservation):
-            limits, model, messages = self.limits, self.services.model, self.services.messages
-            params = await message.parsed(lambda raw: validate_tokenize(_TOKENIZE(raw, limits), limits, model))
+            models, messages = self.models, self.services.messages
+
+            def checked(raw: bytes) -> tuple[ServedModel, TokenizeParams]:
+                request = _TOKENIZE(raw, models.limits)
+                model = models.named(request.model)
+                return model, validate_tokenize(request, model.limits)
+
+            model, params = await message.parsed(checked)
             await messages.check_end(call)
             reservation.starts()
-            ids = await self._tokenizer.encode_prompt(
-                params.prompt, params.add_special_tokens, is_large=message.is_large
-            )
+            encode = model.tokenizer.encode_prompt
+            ids = await encode(params.prompt, params.add_special_tokens, is_large=message.is_large)
             return await messages.run(lambda: _serialized(ids), 4 * len(ids))
 
     async def _detokenize(self, _: object, call: ClientCall) -> inference_pb2.DetokenizeResponse:
         async with self._converting(call) as (message, reservation):
-            limits, model = self.limits, self.services.model
 
-            def ids_of(raw: bytes) -> tuple[Sequence[int], bool]:
-                request = _DETOKENIZE(raw, limits)
-                return validate_detokenize(request, limits, model), request.special_tokens
+            def ids_of(raw: bytes) -> tuple[ServedModel, Sequence[int], bool]:
+                request = _DETOKENIZE(raw, self.models.limits)
+                model = self.models.named(request.model)
+                return model, validate_detokenize(request, model.limits), request.special_tokens
 
-            ids, keeps_special_tokens = await message.parsed(ids_of)
+            model, ids, keeps_special_tokens = await message.parsed(ids_of)
             await self.services.messages.check_end(call)
             reservation.starts()
-            text = await self._tokenizer.decode_ids(
+            text = await model.tokenizer.decode_ids(
                 ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
             )
             return inference_pb2.DetokenizeResponse(text=text)

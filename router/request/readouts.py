@@ -19,6 +19,7 @@ from pagoda.v1 import inference_pb2
 from ...settings.sampling import PARAMETERS
 from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
+from ..engines.fleet import Engines
 from ..engines.stream import EngineStream, SequenceInbox, Wake
 from ..errors import Aborted, EngineLost, InvalidArgument
 from ..tenants.caller import Caller
@@ -26,12 +27,12 @@ from ..text.tokenizer import Prompt
 from .client_call import ClientCall, time_left
 from .fields import Limits, check_bytes, check_count, check_ids, check_integer
 from .generate_call import raise_if_failed, timing_of
+from .models import ServedModel
 from .output import write_bytes, write_logprobs
 from .receiving import Parse, Received, from_protobuf
 from .services import SERVICE, AdmittedCall, Services
 from .validation import (
     PROMPT_FIELDS,
-    check_model,
     prompt_from,
     request_id_from,
 )
@@ -77,9 +78,9 @@ class ScoreParams(ReadoutParams):
     has_token_bytes: bool
 
 
-def validate_embed(request: inference_pb2.EmbedRequest, limits: Limits, served: str) -> EmbedParams:
-    """Check all but the lengths of tokenized texts. Raises InvalidArgument, NotFound for the model."""
-    common = _check_common(request, len(request.inputs), "inputs", limits, served)
+def validate_embed(request: inference_pb2.EmbedRequest, limits: Limits) -> EmbedParams:
+    """Check all but the lengths of tokenized texts. Raises InvalidArgument."""
+    common = _check_common(request, len(request.inputs), "inputs", limits)
     if request.pooling not in inference_pb2.Pooling.values():
         raise InvalidArgument("pooling", f"is {request.pooling}, which is not a known value")
     if request.HasField("dimensions"):
@@ -100,9 +101,9 @@ def validate_embed(request: inference_pb2.EmbedRequest, limits: Limits, served: 
     )
 
 
-def validate_score(request: inference_pb2.ScoreRequest, limits: Limits, served: str) -> ScoreParams:
-    """Check all but the lengths of tokenized texts. Raises InvalidArgument, NotFound for the model."""
-    common = _check_common(request, len(request.continuations), "continuations", limits, served)
+def validate_score(request: inference_pb2.ScoreRequest, limits: Limits) -> ScoreParams:
+    """Check all but the lengths of tokenized texts. Raises InvalidArgument."""
+    common = _check_common(request, len(request.continuations), "continuations", limits)
     shared = prompt_from(request, limits)
     names = [f"continuations[{index}]" for index in range(len(request.continuations))]
     found = [_text_or_ids(each, name, limits) for each, name in zip(request.continuations, names, strict=True)]
@@ -123,13 +124,11 @@ def _check_common(
     count: int,
     field: str,
     limits: Limits,
-    served: str,
 ) -> str:
     """Check what both requests have. Returns the request's id.
 
     count, field  of the sequences that it asks for
     """
-    check_model(request.model, served, limits)
     if not count:
         raise InvalidArgument(field, "is empty")
     check_count(count, field, limits.max_readouts)
@@ -322,49 +321,51 @@ class Readouts:
         Return the answer. Raises the PagodaError that ends the call.
         """
 
-        def checked(raw: bytes, limits: Limits) -> EmbedParams:
-            return validate_embed(parse(raw, limits), limits, self._services.model)
-
-        return await self._serve("Embed", route, call, checked, write)
+        return await self._serve("Embed", route, call, parse, validate_embed, write)
 
     async def score(self, call: ClientCall) -> bytes:
         """Return a ScoreResponse, serialized. Raises the PagodaError that ends the call."""
 
-        def checked(raw: bytes, limits: Limits) -> ScoreParams:
-            return validate_score(_SCORE(raw, limits), limits, self._services.model)
-
         route, write = f"{SERVICE}/Score", inference_pb2.ScoreResponse.SerializeToString
-        return await self._serve("Score", route, call, checked, write)
+        return await self._serve("Score", route, call, _SCORE, validate_score, write)
 
     async def _serve(
         self,
         method: str,
         route: str,
         call: ClientCall,
-        checked: Callable[[bytes, Limits], EmbedParams | ScoreParams],
+        parse: Parse[Any],
+        validate: Callable[[Any, Limits], EmbedParams | ScoreParams],
         write: Callable[[Any], bytes],
     ) -> bytes:
         """Serve a call, whose answer `write` makes of its response."""
         async with self._services.admitted(method, route, call) as admitted:
-            limits, message, reservation = self._services.limits(), admitted.message, admitted.reservation
-            params = await message.parsed(lambda raw: checked(raw, limits))
+            models, message, reservation = self._services.models, admitted.message, admitted.reservation
+
+            def checked(raw: bytes) -> tuple[ServedModel, EmbedParams | ScoreParams]:
+                request = parse(raw, models.limits)
+                model = models.named(request.model)
+                return model, validate(request, model.limits)
+
+            model, params = await message.parsed(checked)
+            model.check_ready()
             admitted.check_draining()
             admitted.begin(params.request_id)
             reservation.grow(len(params.parts))
-            job = await self._tokenized(params, message)
-            job.check(self._services.limits())
+            job = await self._tokenized(model, params, message)
+            job.check(model.limits)
             admitted.record.prompt_len = job.num_tokens
             reservation.grow(job.num_reserved - reservation.tokens)
             admitted.spending.reserve(job.num_tokens)
             answer = ReadoutAnswer(job, admitted.received)
-            outputs = await self._compute(job, admitted, answer)
+            outputs = await self._compute(model.engines, job, admitted, answer)
             if isinstance(params, EmbedParams):
                 return await self._embeddings(params, outputs, answer, write)
-            return await self._scores(params, job, outputs, answer, write)
+            return await self._scores(model, params, job, outputs, answer, write)
 
-    async def _tokenized(self, params: EmbedParams | ScoreParams, message: Received) -> _Job:
+    async def _tokenized(self, model: ServedModel, params: EmbedParams | ScoreParams, message: Received) -> _Job:
         is_score = isinstance(params, ScoreParams)
-        encode = self._services.tokenizer.encode_prompt
+        encode = model.tokenizer.encode_prompt
         shared = await encode(params.shared, is_large=message.is_large) if is_score else []
         parts = [await encode(part, not is_score, is_large=message.is_large) for part in params.parts]
         if isinstance(params, EmbedParams):
@@ -372,10 +373,10 @@ class Readouts:
         return _Job(params, shared, parts, engine_pb2.Readout(logprobs_from=len(shared)))
 
     async def _compute(
-        self, job: _Job, admitted: AdmittedCall, answer: ReadoutAnswer
+        self, engines: Engines, job: _Job, admitted: AdmittedCall, answer: ReadoutAnswer
     ) -> list[list[engine_pb2.Reading]]:
         """Compute all sequences. Returns what was read from each."""
-        fleet, reservation, spending = self._services.fleet, admitted.reservation, admitted.spending
+        reservation, spending = admitted.reservation, admitted.spending
 
         def starts(index: int) -> None:
             reservation.starts()
@@ -394,7 +395,7 @@ class Readouts:
             return stream
 
         admitted.record.answer = answer
-        engine = fleet.pick(asked=Asked.of(submit(0)))
+        engine = engines.pick(asked=Asked.of(submit(0)))
         stream = begin(engine)
         outputs: list[list[engine_pb2.Reading]] = [[] for _ in job.parts]
         try:
@@ -410,7 +411,7 @@ class Readouts:
                     break
                 except EngineLost as lost:  # nothing was sent, so another engine begins anew
                     stream.close()
-                    engine = await admitted.elsewhere(engine, lost, has_begun=False)
+                    engine = await admitted.elsewhere(engines, engine, lost, has_begun=False)
                     answer.ends.clear()
                     spending.used = 0
                     stream = begin(engine)
@@ -439,6 +440,7 @@ class Readouts:
 
     async def _scores(
         self,
+        model: ServedModel,
         params: ScoreParams,
         job: _Job,
         outputs: list[list[engine_pb2.Reading]],
@@ -454,7 +456,7 @@ class Readouts:
                     write_logprobs(score.tokens.add(id=id), found[index])
                 score.logprob = math.fsum(token.logprob for token in score.tokens)
                 if params.has_token_bytes:
-                    write_bytes(score.tokens, self._services.tokenizer.token_bytes)
+                    write_bytes(score.tokens, model.tokenizer.token_bytes)
             return write(made)
 
         return await self._services.messages.run(response, _TOKEN_BYTES * sum(map(len, job.parts)))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from pagoda.v1 import inference_pb2
 
 from ..engines.channel import EngineChannel
-from ..engines.fleet import Fleet
+from ..engines.fleet import Engines
 from ..errors import EngineLost, Unavailable
 from ..tenants.caller import Caller, caller
 from ..tenants.quotas import Quotas, Spending
-from ..text.tokenizer import Tokenizer
 from .admission import Admission, LiveRequest, LiveRequests, Reservation
 from .client_call import ClientCall, time_left
 from .failover import Failover
-from .fields import Limits
+from .models import ServedModels
 from .receiving import Messages, Received
 from .record import Observers, Record
 
@@ -27,19 +26,12 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of a router that serve a call.
+    """The parts of a router that serve a call."""
 
-    model   the served name
-    limits  returns those of now: an engine that becomes ready reports its own
-    """
-
-    model: str
-    limits: Callable[[], Limits]
-    tokenizer: Tokenizer
+    models: ServedModels
     admission: Admission
     quotas: Quotas
     messages: Messages
-    fleet: Fleet
     live: LiveRequests
     observers: Observers
     failover: Failover
@@ -97,12 +89,14 @@ class AdmittedCall:
         if self.services.admission.is_draining:
             raise Unavailable("the server is draining")
 
-    async def elsewhere(self, engine: EngineChannel, lost: EngineLost, *, has_begun: bool) -> EngineChannel:
-        """Choose another engine for the request, which has lost this one: see Failover."""
+    async def elsewhere(
+        self, engines: Engines, engine: EngineChannel, lost: EngineLost, *, has_begun: bool
+    ) -> EngineChannel:
+        """Choose another of these engines for the request, which has lost this one: see Failover."""
         self.record.num_failovers += 1
         self.num_losses += not lost.has_left
         return await self.services.failover.elsewhere(
-            engine, lost, num_losses=self.num_losses, has_begun=has_begun, timeout_s=time_left(self.call)
+            engines, engine, lost, num_losses=self.num_losses, has_begun=has_begun, timeout_s=time_left(self.call)
         )
 
     def begin(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ from pagoda.v1 import inference_pb2
 
 from ...settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
 from ..answers.lark import Calls, Tool
-from ..errors import InvalidArgument, NotFound, Unimplemented
+from ..errors import InvalidArgument, Unimplemented
 from ..tenants.caller import ANYONE, Caller
 from ..text.chat_template import Chat, Message
 from ..text.tokenizer import Prompt
@@ -109,15 +109,14 @@ class GenerateParams:
 
 
 def validate_generate(
-    request: inference_pb2.GenerateRequest, limits: Limits, served: str, metadata: Metadata = ()
+    request: inference_pb2.GenerateRequest, limits: Limits, metadata: Metadata = ()
 ) -> GenerateParams:
     """Check everything that can be checked before the prompt is tokenized.
 
     metadata  of the call; it may name targets of latency
 
-    Raises InvalidArgument, NotFound for the model, Unimplemented for a field that this server does not support.
+    Raises InvalidArgument, Unimplemented for a field that this server does not support.
     """
-    check_model(request.model, served, limits)
     _check_supported(request)
     check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
     check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
@@ -247,9 +246,8 @@ class TokenizeParams:
     add_special_tokens: bool
 
 
-def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, served: str) -> TokenizeParams:
-    """Check a Tokenize request; its text may be empty. Raises InvalidArgument, NotFound for the model."""
-    check_model(request.model, served, limits)
+def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits) -> TokenizeParams:
+    """Check a Tokenize request; its text may be empty. Raises InvalidArgument."""
     adds_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
     prompt = _text_input(request, limits)
     if prompt is None:
@@ -259,17 +257,10 @@ def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: Limits, se
     return TokenizeParams(prompt, adds_special_tokens)
 
 
-def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits, served: str) -> tuple[int, ...]:
-    """Check a Detokenize request and return its ids. Raises InvalidArgument, NotFound for the model."""
-    check_model(request.model, served, limits)
+def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: Limits) -> tuple[int, ...]:
+    """Check a Detokenize request and return its ids. Raises InvalidArgument."""
     check_ids(request.token_ids, "token_ids", limits.max_model_len, limits.vocab_size)
     return tuple(request.token_ids)
-
-
-def check_model(model: str, served: str, limits: Limits) -> None:
-    """Raise NotFound unless the model is the served one; an empty name means that one."""
-    if model not in ("", served, limits.other_name):
-        raise NotFound(f"model: not served here; the served model is {served}")
 
 
 def request_id_from(request_id: str, limits: Limits) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagoda_server.router.engines.fleet import Fleet, Member
+from pagoda_server.router.engines.fleet import Engines, Fleet, Member
+from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.models import ServedModel, ServedModels
+
+UNUSED: Any = None
 
 
 def fleet_of(*engines: Any) -> Fleet:
@@ -19,3 +23,14 @@ def fleet_of(*engines: Any) -> Fleet:
     for place in range(len(engines)):
         fleet.join(Member(str(place), f"unix:{place}"))
     return fleet
+
+
+def served(
+    engines: Engines, name: str = "m", tokenizer: Any = UNUSED, limits: Limits = UNUSED, architecture: str = "llama"
+) -> ServedModel:
+    """A model that these engines serve."""
+    return ServedModel(name, UNUSED, tokenizer, None, limits, UNUSED, engines, architecture)
+
+
+def one_model(engines: Engines, tokenizer: Any = UNUSED, limits: Limits = UNUSED) -> ServedModels:
+    return ServedModels([served(engines, tokenizer=tokenizer, limits=limits)])

@@ -23,7 +23,7 @@ from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.telemetry.load_feed import MAX_TRACES, LoadFeed, watch_interval_s
 from pagoda_server.router.tenants.caller import ANYONE, set_caller
 from pagoda_server.router.text.chat_template import ChatTemplate
-from tests.router.fleets import fleet_of
+from tests.router.fleets import fleet_of, one_model
 
 READS = (control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE)
 LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)
@@ -44,6 +44,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         is_ready=is_ready,
         takes_requests=is_ready,
         is_suspect=False,
+        retry_after_s=None,
         has_been_ready=is_ready or has_been_ready,
         refused="",
         info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,
@@ -63,7 +64,7 @@ def tokenizer(template: str | None = None, **recommended: float) -> Any:
 def control(*engines: Any, tokenizer: Any = UNUSED) -> ControlServicer:
     admission, fleet = Admission(5, 5), fleet_of(*engines)
     return ControlServicer(
-        model="m", tokenizer=tokenizer, limits=lambda: LIMITS, admission=admission, fleet=fleet,
+        models=one_model(fleet, tokenizer, LIMITS), admission=admission, fleet=fleet,
         state=ServingState(fleet, admission), engine_restarts=lambda: 3, max_message_bytes=1,
         settings={},
     )  # fmt: skip

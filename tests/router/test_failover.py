@@ -49,11 +49,11 @@ async def moved(
     timeout_s: float | None = None,
 ) -> Any:
     """The engine to which a request goes that has lost the first one of these."""
-    failover = Failover(fleet_of(*engines), continues=continues, wait_s=wait_s)
+    failover = Failover(continues=continues, wait_s=wait_s)
     lost: Any = engines[0]
     try:
         return await failover.elsewhere(
-            lost, EngineLost(INT8), num_losses=num_losses, has_begun=has_begun, timeout_s=timeout_s
+            fleet_of(*engines), lost, EngineLost(INT8), num_losses=num_losses, has_begun=has_begun, timeout_s=timeout_s
         )
     finally:
         assert failover.outcomes.total() == 1

@@ -69,7 +69,7 @@ async def responses_to(engine: Engine, sampling: Sampling, stop: tuple[str, ...]
     request.stopping.stop.extend(stop)
     request.output.logprobs = 0
     writer = Writer()
-    call = GenerateCall(validate_generate(request, LIMITS, "m"), 1, Letters(), writer, 0.0)  # type: ignore[arg-type]
+    call = GenerateCall(validate_generate(request, LIMITS), 1, Letters(), writer, 0.0)  # type: ignore[arg-type]
     await call.run(engine)  # type: ignore[arg-type]
     return writer.responses
 
@@ -106,7 +106,7 @@ async def test_room_for_an_open_length_grows_with_the_output_up_to_the_most() ->
         {0: said([1] * 5, reason=LENGTH)},
         {1: said([], reason=LENGTH)},
     )
-    params = validate_generate(GenerateRequest(prompt="x", sampling=Sampling(n=3)), LIMITS, "m")
+    params = validate_generate(GenerateRequest(prompt="x", sampling=Sampling(n=3)), LIMITS)
     assert params.has_open_length
     writer = Writer()
     await GenerateCall(params, 1, Letters(), writer, 0.0, room=room).run(engine)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ async def test_room_for_an_open_length_grows_with_the_output_up_to_the_most() ->
 
 def test_a_length_is_open_only_if_nothing_limits_it() -> None:
     limited = GenerateRequest(prompt="x", stopping={"max_tokens": 5})
-    assert not validate_generate(limited, LIMITS, "m").has_open_length
+    assert not validate_generate(limited, LIMITS).has_open_length
 
 
 async def test_usage_sums_what_was_drafted_and_accepted_for_all_sequences() -> None:

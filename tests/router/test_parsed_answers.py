@@ -48,6 +48,8 @@ ANSWER = (
 )
 CHAT: dict[str, Any] = {"messages": [{"role": "ROLE_USER", "content": "1+2?"}], "tools": [{"name": "add"}]}
 
+UNUSED: Any = None
+
 
 class Model:
     """The tokenizer of a model whose markers are special tokens."""
@@ -90,7 +92,7 @@ class OneSequence(Engine):
 
 def params_of(**fields: Any) -> GenerateParams:
     request = ParseDict({"requestId": "r", "chat": CHAT, "sampling": {"seed": 7}} | fields, GenerateRequest())
-    return validate_generate(request, LIMITS, "m")
+    return validate_generate(request, LIMITS)
 
 
 def inboxes(ids: Sequence[int], sizes: Sequence[int], ended: engine_pb2.Ended) -> list[dict[int, SequenceInbox]]:
@@ -183,7 +185,7 @@ async def test_a_stream_is_resumed_between_any_two_messages(
 ) -> None:
     whole = await responses_to(answer, reason=reason)
     params = params_of(resumable=True)
-    kept = KeptStreams(9.0).add("", params, 0.0)
+    kept = KeptStreams(9.0).add("", params, 0.0, UNUSED)
     kept.submitted(to_submit(params, PROMPT, 100, ()))
     writer = Writer()
     ids, matched = MODEL.ids(answer) + [END] * (reason == STOP), END if reason == STOP else None

@@ -104,7 +104,7 @@ def test_a_request_at_all_of_its_limits_is_within_the_message_limit(max_text_byt
     ):
         full = GenerateRequest(**given)  # type: ignore[arg-type]
         full.MergeFrom(request)
-        validate_generate(full, limits, "m")
+        validate_generate(full, limits)
         assert full.ByteSize() <= max_message_bytes(max_text_bytes, max_model_len, vocab_size)
 
 

@@ -36,8 +36,8 @@ class Clock:
 def add(streams: KeptStreams, request_id: str, n: int = 1, *, tenant: str = "", stop: str = "") -> KeptStream:
     request = GenerateRequest(request_id=request_id, prompt="x", sampling=Sampling(n=n), resumable=True)
     request.stopping.stop.extend([stop] if stop else [])
-    params = validate_generate(request, LIMITS, "m")
-    stream = streams.add(tenant, params, 0.0)
+    params = validate_generate(request, LIMITS)
+    stream = streams.add(tenant, params, 0.0, None)
     stream.submitted(to_submit(params, [1], 100, ()))
     return stream
 
@@ -139,8 +139,8 @@ async def test_ids_are_of_one_tenant_and_a_new_request_replaces_an_ended_one() -
 
 async def test_what_was_never_submitted_is_not_kept() -> None:
     streams = KeptStreams(10.0)
-    params = validate_generate(GenerateRequest(request_id="a", prompt="x", resumable=True), LIMITS, "m")
-    async with streams.add("", params, 0.0):
+    params = validate_generate(GenerateRequest(request_id="a", prompt="x", resumable=True), LIMITS)
+    async with streams.add("", params, 0.0, None):
         assert found(streams, "a")
     assert not found(streams, "a")
 

@@ -22,7 +22,6 @@ from pagoda_server.router.errors import (
     INTERNAL_MESSAGE,
     Internal,
     InvalidArgument,
-    NotFound,
     PagodaError,
     ResourceExhausted,
     Status,
@@ -44,12 +43,11 @@ from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.settings.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
 
 LIMITS = Limits(max_model_len=2048, vocab_size=1000, kv_token_capacity=8192)
-SERVED = "served"
 
 
 def params_of(limits: Limits = LIMITS, **fields: object) -> GenerateParams:
     fields = fields if fields.keys() & {"prompt", "message", "token_ids", "chat"} else {"prompt": "Hello", **fields}
-    return validate_generate(ParseDict(fields, GenerateRequest()), limits, SERVED)
+    return validate_generate(ParseDict(fields, GenerateRequest()), limits)
 
 
 def user(content: str = "Hello") -> dict[str, str]:
@@ -144,7 +142,6 @@ def test_what_the_client_sets_is_kept() -> None:
     }
     params = params_of(
         request_id="my request",
-        model="served",
         sampling=sampling,
         stopping={
             "maxTokens": 9,
@@ -312,14 +309,8 @@ def test_a_model_without_a_chat_template_takes_a_prompt_alone(given: dict[str, o
 
 def test_request_without_input_is_refused() -> None:
     with pytest.raises(InvalidArgument) as refused:
-        validate_generate(GenerateRequest(), LIMITS, SERVED)
+        validate_generate(GenerateRequest(), LIMITS)
     assert refused.value.field == "input"
-
-
-def test_unknown_model_is_not_found_and_not_repeated() -> None:
-    with pytest.raises(NotFound) as refused:
-        params_of(model="/secret/path")
-    assert "secret" not in refused.value.message
 
 
 @pytest.mark.parametrize(
@@ -355,12 +346,12 @@ def test_huge_request_is_refused_at_once(request_of: Callable[[], GenerateReques
     million_s = time.thread_time() - start
     start = time.thread_time()
     with pytest.raises(InvalidArgument):
-        validate_generate(request, LIMITS, SERVED)
+        validate_generate(request, LIMITS)
     assert time.thread_time() - start < million_s / 2, "it looked at all of them"
 
 
 def slo_by(*metadata: tuple[str, str | bytes], **slo: float) -> inference_pb2.Slo:
-    return validate_generate(GenerateRequest(prompt="x", slo=slo), LIMITS, SERVED, metadata).slo
+    return validate_generate(GenerateRequest(prompt="x", slo=slo), LIMITS, metadata).slo
 
 
 def test_headers_are_the_targets_that_a_request_does_not_set() -> None:
@@ -384,7 +375,7 @@ def test_unknown_fields_do_not_reach_the_engine() -> None:
     bytes_of_sampling = unknown.replace(b"\x0a", b"\xfa\x07", 1)  # the same bytes as field 127
     request = GenerateRequest(prompt="x", sampling=inference_pb2.Sampling.FromString(bytes_of_sampling))
     assert request.ByteSize() > 100_000
-    submit = to_submit(validate_generate(request, LIMITS, SERVED), [1], 5, ())
+    submit = to_submit(validate_generate(request, LIMITS), [1], 5, ())
     assert submit.ByteSize() < 200
 
 
@@ -467,11 +458,11 @@ def test_ignored_eos_is_no_stop_id_and_unset_fields_stay_unset() -> None:
 
 
 def test_tokenize_request_is_checked() -> None:
-    params = validate_tokenize(TokenizeRequest(prompt=""), LIMITS, SERVED)
+    params = validate_tokenize(TokenizeRequest(prompt=""), LIMITS)
     assert (params.prompt, params.add_special_tokens) == ("", True)
     bare = TokenizeRequest(prompt="x", add_special_tokens=False)
-    assert not validate_tokenize(bare, LIMITS, SERVED).add_special_tokens
-    said = validate_tokenize(TokenizeRequest(message="Hi"), LIMITS, SERVED)
+    assert not validate_tokenize(bare, LIMITS).add_special_tokens
+    said = validate_tokenize(TokenizeRequest(message="Hi"), LIMITS)
     assert said.prompt == Chat((Message("user", "Hi"),))
     for field, request in {
         "input": TokenizeRequest(),
@@ -480,16 +471,16 @@ def test_tokenize_request_is_checked() -> None:
         "add_special_tokens": TokenizeRequest(message="Hi", add_special_tokens=False),
     }.items():
         with pytest.raises(InvalidArgument) as refused:
-            validate_tokenize(request, LIMITS, SERVED)
+            validate_tokenize(request, LIMITS)
         assert refused.value.field == field
 
 
 def test_detokenize_request_is_checked() -> None:
-    assert validate_detokenize(DetokenizeRequest(token_ids=[1, 2]), LIMITS, SERVED) == (1, 2)
-    assert validate_detokenize(DetokenizeRequest(), LIMITS, SERVED) == ()
+    assert validate_detokenize(DetokenizeRequest(token_ids=[1, 2]), LIMITS) == (1, 2)
+    assert validate_detokenize(DetokenizeRequest(), LIMITS) == ()
     for field, ids in {"token_ids[1]": [1, 1000], "token_ids": [1] * 2049}.items():
         with pytest.raises(InvalidArgument) as refused:
-            validate_detokenize(DetokenizeRequest(token_ids=ids), LIMITS, SERVED)
+            validate_detokenize(DetokenizeRequest(token_ids=ids), LIMITS)
         assert refused.value.field == field
 
 

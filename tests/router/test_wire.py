@@ -45,7 +45,7 @@ def test_a_list_over_its_limit_is_refused_in_the_words_of_validation(field: str)
     with pytest.raises(InvalidArgument) as scanned:
         scan(request)
     with pytest.raises(InvalidArgument) as validated:
-        validate_generate(request, LIMITS, "m")
+        validate_generate(request, LIMITS)
     assert scanned.value.field == field
     assert scanned.value.message == validated.value.message
 
@@ -55,7 +55,7 @@ def test_ids_to_detokenize_are_counted_packed_and_one_by_one() -> None:
     with pytest.raises(InvalidArgument) as scanned:
         scan(request)
     with pytest.raises(InvalidArgument) as validated:
-        validate_detokenize(request, LIMITS, "m")
+        validate_detokenize(request, LIMITS)
     assert scanned.value.message == validated.value.message
     one_by_one = b"\x10\x84\x07" * 2049
     with pytest.raises(InvalidArgument, match="more than 2048"):
@@ -71,7 +71,7 @@ def test_inputs_and_continuations_are_counted() -> None:
         with pytest.raises(InvalidArgument) as scanned:
             scan(request)
         with pytest.raises(InvalidArgument) as validated:
-            validate(request, LIMITS, "m")  # type: ignore[arg-type]
+            validate(request, LIMITS)  # type: ignore[arg-type]
         assert scanned.value.message == validated.value.message
 
 

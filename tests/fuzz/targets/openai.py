@@ -44,7 +44,7 @@ def _decoded(data: bytes) -> dict[str, Any] | str:
 def _is_taken(data: bytes, is_chat: bool) -> bool:
     asked = Asked(is_chat)
     try:
-        params = validate_generate(translated(data, LIMITS, asked), LIMITS, "m")
+        params = validate_generate(translated(data, LIMITS, asked), LIMITS)
         ids = params.prompt if isinstance(params.prompt, tuple) else (1, 2, 3)
         to_submit(params, ids, check_prompt(params, len(ids), LIMITS), EOS_IDS, 1.5)
     except PagodaError as error:

@@ -94,13 +94,13 @@ def _is_over(message: Message, most: Mapping[str, int]) -> bool:
 def _use(request: Message) -> None:
     match request:
         case TokenizeRequest():
-            validate_tokenize(request, LIMITS, "m")
+            validate_tokenize(request, LIMITS)
         case DetokenizeRequest():
-            validate_detokenize(request, LIMITS, "m")
+            validate_detokenize(request, LIMITS)
         case EmbedRequest():
-            validate_embed(request, LIMITS, "m")
+            validate_embed(request, LIMITS)
         case ScoreRequest():
-            validate_score(request, LIMITS, "m")
+            validate_score(request, LIMITS)
         case VllmRequest():
             _use(vllm.request_from(request, LIMITS))
         case ModelInferRequest():
@@ -108,7 +108,7 @@ def _use(request: Message) -> None:
             assert asked.outputs
             _use(asked.request)
         case GenerateRequest():
-            params = validate_generate(request, LIMITS, "m")
+            params = validate_generate(request, LIMITS)
             ids = params.prompt if isinstance(params.prompt, tuple) else (1, 2, 3)
             submit = to_submit(params, ids, check_prompt(params, len(ids), LIMITS), EOS_IDS, 1.5)
             # An engine that refuses a field ends its router's connection.

@@ -427,7 +427,7 @@ def test_a_parameter_that_is_not_given_has_what_the_model_recommends() -> None:
     limits = replace(LIMITS, recommended=inference_pb2.Sampling(temperature=0.5, top_k=20))
     for given, temperature, top_k in (({}, 0.5, 20), ({"temperature": 0, "top_k": -1}, 0.0, 0)):
         ours = asked_from(inferring(parameters=given), limits).request
-        sampling = validate_generate(ours, limits, ours.model).sampling
+        sampling = validate_generate(ours, limits).sampling
         assert (sampling.temperature, sampling.top_k) == (temperature, top_k)
     assert not asked_from(inferring(parameters={}), LIMITS).request.sampling.HasField("temperature")
 

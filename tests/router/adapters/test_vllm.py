@@ -252,7 +252,7 @@ def test_another_rank_is_refused() -> None:
 def test_fields_that_are_not_set_have_the_servers_defaults() -> None:
     request = request_from(vllm.GenerateRequest(text="x"), LIMITS)
     assert not request.sampling.HasField("temperature")
-    params = validate_generate(request, LIMITS, "m")
+    params = validate_generate(request, LIMITS)
     sampling = params.sampling
     assert (sampling.top_p, sampling.top_k, sampling.n, sampling.repetition_penalty) == (1.0, 0, 1, 1.0)
     assert params.max_tokens is None, "the server's default holds"
@@ -265,7 +265,7 @@ def test_fields_that_are_not_set_have_the_servers_defaults() -> None:
 def test_fields_that_are_not_set_have_what_the_model_recommends() -> None:
     limits = replace(LIMITS, recommended=inference_pb2.Sampling(temperature=0.5, top_p=0.75, repetition_penalty=1.5))
     theirs = vllm.GenerateRequest(text="x", sampling_params={"top_p": 0.25})
-    sampling = validate_generate(request_from(theirs, limits), limits, "m").sampling
+    sampling = validate_generate(request_from(theirs, limits), limits).sampling
     assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.5, 0.25, 1.5)
 
 

@@ -17,12 +17,13 @@ from pagoda_server.router.http.http_call import HttpCall
 from pagoda_server.router.http.openai_embeddings import EmbeddingsApi
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.readouts import validate_embed
+from tests.router.fleets import fleet_of, one_model
 
 LIMITS = Limits(max_model_len=4096, vocab_size=1000, kv_token_capacity=1 << 20, hidden_size=8)
 
 
 def request(**fields: Any) -> tuple[inference_pb2.EmbedRequest, EmbeddingsApi]:
-    api = EmbeddingsApi("m")
+    api = EmbeddingsApi(one_model(fleet_of(), limits=LIMITS))
     call = cast("HttpCall", SimpleNamespace(request_id="r"))
     return api.request(json.dumps({"input": "Hi"} | fields).encode(), LIMITS, call), api
 
@@ -95,7 +96,7 @@ def test_a_wrong_field_is_refused_by_its_name(fields: dict[str, Any], told: str)
 def test_what_validation_refuses_has_the_clients_own_name(fields: dict[str, Any], name: str) -> None:
     found, api = request(**fields)
     with pytest.raises(InvalidArgument) as refused:
-        validate_embed(found, LIMITS, "m")
+        validate_embed(found, LIMITS)
     assert api.own_name(refused.value.field) == name
 
 

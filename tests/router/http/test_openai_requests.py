@@ -78,7 +78,7 @@ def test_a_field_that_is_not_given_has_what_the_model_recommends() -> None:
 
     def resolved(**fields: Any) -> inference_pb2.Sampling:
         request = translated(json.dumps({"prompt": "Hi"} | fields).encode(), limits, Asked(is_chat=False))
-        return validate_generate(request, limits, "m").sampling
+        return validate_generate(request, limits).sampling
 
     assert (resolved().temperature, resolved().top_k) == (0.5, 20)
     assert (resolved(temperature=0).temperature, resolved(top_k=0).top_k) == (0, 0)
@@ -331,7 +331,7 @@ def test_a_wrong_prompt_is_refused(prompt: Any, told: str) -> None:
 def test_what_validation_refuses_has_the_clients_own_name(fields: dict[str, Any], name: str) -> None:
     request, asked = chat(**fields)
     with pytest.raises(InvalidArgument) as refused:
-        validate_generate(request, LIMITS, "m")
+        validate_generate(request, LIMITS)
     assert own_name(refused.value.field, asked) == name
 
 

@@ -35,7 +35,7 @@ from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, To
 from pagoda_server.router.request.validation import validate_generate
 from pagoda_server.router.telemetry.families import FAMILIES
 from pagoda_server.router.telemetry.metrics import Page, Tally, engine_samples, parsed
-from tests.router.fleets import fleet_of
+from tests.router.fleets import fleet_of, one_model
 from tests.router.test_generate_call import LENGTH, LIMITS, Engine, Letters, Writer, said
 
 STOP, CANCELLED = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_CANCELLED
@@ -77,7 +77,7 @@ class Samples:
 
 def tally(router: int = 0, num_engines: int = 1) -> Tally:
     fleet = fleet_of(*(SimpleNamespace() for _ in range(num_engines)))
-    return Tally(fleet, Admission(5, 500), Failover(fleet, continues=True, wait_s=0), router)
+    return Tally(fleet, Admission(5, 500), Failover(continues=True, wait_s=0), router)
 
 
 def page_of(*tallies: Tally, accept: str = "") -> Samples:
@@ -131,7 +131,7 @@ def engine(is_ready: bool = True, **load: float) -> Any:
 def page_of_engines(*engines: Any, shows_tenants: bool = True) -> Samples:
     admission, fleet = Admission(5, 5), fleet_of(*engines)
     control = ControlServicer(
-        model="m", tokenizer=UNUSED, limits=UNUSED, admission=admission, fleet=fleet,
+        models=one_model(fleet), admission=admission, fleet=fleet,
         state=ServingState(fleet, admission), engine_restarts=UNUSED, max_message_bytes=1, settings={},
     )  # fmt: skip
     samples = engine_samples(fleet, control.load(), restarts=3, is_draining=False, shows_tenants=shows_tenants)
@@ -289,7 +289,7 @@ async def test_each_token_after_a_sequences_first_counts_with_its_share_of_the_g
     request = inference_pb2.GenerateRequest(prompt="x", sampling=inference_pb2.Sampling(n=3))
     writer: Any = Writer()
     letters: Any = Letters()
-    call = GenerateCall(validate_generate(request, LIMITS, "m"), 1, letters, writer, 0.25, times=times)
+    call = GenerateCall(validate_generate(request, LIMITS), 1, letters, writer, 0.25, times=times)
     stream: Any = Engine(
         {0: said([1]), 1: said([1]), 2: said([1], reason=LENGTH)},
         {0: said([2]), 1: said([2, 3])},
