@@ -75,6 +75,22 @@ def test_a_flush_empties_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_an_engine_that_runs_finds_what_another_one_has_written(tmp_path: Path) -> None:
+    arguments = (*SYNTHETIC, "--kv-store", str(tmp_path))
+    with running_server(*arguments) as one, running_server(*arguments) as two:
+        for question in "!?":
+            cached(one, TEXT + question)
+        wait_for_stored(one, len(TEXT) // 4)
+        cached(two, "something else")
+        time.sleep(1.5)  # it looks at the file once a second at most
+        cached(two, "something else again")  # and when a prompt is not in the cache
+        wait_for_stored(two, len(TEXT) // 4)
+        num_cached, ids = cached(two, TEXT + "?")
+    assert num_cached == len(TEXT)
+    assert ids == expected_tokens((TEXT + "?").encode(), 12, 258)
+
+
+@pytest.mark.thorough
 def test_the_default_model_answers_as_before_after_everything_was_killed(tmp_path: Path) -> None:
     arguments = ("--kv-store", str(tmp_path), "--host-kv-gb", "0.05")
     text = "The history of lighthouses is long. " * 30
