@@ -15,6 +15,7 @@ from .gguf_fields import Fields
 from .gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
+GATE_UP = "ffn_gate_up_exps"  # gate and up of experts in one tensor, which any family may have
 GEMMA3_27B_LAYERS, GEMMA2_27B_LAYERS = 62, 46
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # what expert_gating_func means
 
@@ -81,6 +82,7 @@ class Family:
     has_qkv_by_head  the checkpoint has the query, key and value of one head after the other, the GGUF all queries first
     rotates_part     heads may be rotated in part
     norm_offset      what the GGUF has added to the weights of norms
+    numbers          lists of metadata with a number for each layer, and the checkpoint's tensor of it with its shape
     norm_eps         the GGUF's name of the norms' epsilon, and that in config.json
     activation       the name and value of its field in config.json
     has_windows      a layer's window is computed; otherwise the context is cut to the window
@@ -103,6 +105,7 @@ class Family:
     has_qkv_by_head: bool = False
     rotates_part: bool = False
     norm_offset: float = 0.0
+    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     norm_eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     activation: tuple[str, str] = ("hidden_act", "silu")
     has_windows: bool = False
@@ -244,10 +247,13 @@ def _ministral3_fields(fields: Fields, shape: ModelShape, config: Config) -> Con
 
 def _width(fields: Fields, shape: ModelShape, stem: str) -> int:
     """How many rows a matrix has, of each expert or of the one that computes every token."""
-    name = f"blk.{shape.is_expert.index(True)}.{stem}.weight"
-    if name not in fields.file.tensors:
+    prefix, tensors = f"blk.{shape.is_expert.index(True)}", fields.file.tensors
+    name, fused = f"{prefix}.{stem}.weight", f"{prefix}.{GATE_UP}.weight"
+    if name in tensors:
+        return tensors[name].shape[-2]
+    if stem != "ffn_gate_exps" or fused not in tensors:
         raise CheckpointError(f"{fields.file.name} has no tensor {name}")
-    return fields.file.tensors[name].shape[-2]
+    return tensors[fused].shape[-2] // 2
 
 
 def _local_experts(fields: Fields, shape: ModelShape, config: Config) -> Config:
@@ -258,6 +264,15 @@ def _local_experts(fields: Fields, shape: ModelShape, config: Config) -> Config:
 
 def _granite_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
     return {**_granite_fields(fields, shape, config), **_local_experts(fields, shape, config)}
+
+
+def _granite_moe_shared_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    shared = _width(fields, shape, "ffn_gate_shexp")
+    return {**_granite_moe_fields(fields, shape, config), "shared_intermediate_size": shared}
+
+
+def _apertus_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
+    return {"rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
 
 
 def _qwen_moe_fields(fields: Fields, shape: ModelShape, is_normalized: bool) -> Config:
@@ -352,6 +367,14 @@ _LLAMA = Family(
     is_permuted=True,
 )
 _OLMO2 = Family("Olmo2ForCausalLM", _ATTENTION | _POST_NORMS | _QK_NORMS, _GATED)
+_GRANITE_MOE = replace(
+    _LLAMA,
+    transformers_class="GraniteMoeForCausalLM",
+    mlp={},
+    experts={**_EXPERTS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+    biases={"attention_bias": _OF_ATTENTION},
+    fields=_granite_moe_fields,
+)
 _GPT_BIGCODE = Family(
     "GPTBigCodeForCausalLM",
     {"attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "attn_norm": "ln_1", "ffn_norm": "ln_2"},
@@ -466,6 +489,20 @@ FAMILIES = {
         mlp=_UNGATED,
         biases={"attention_bias": _OF_ATTENTION, "mlp_bias": tuple(_UNGATED)},
         activation=("hidden_act", "relu2"),
+    ),
+    "apertus": Family(
+        "ApertusForCausalLM",
+        {**_ATTENTION, **_QK_NORMS, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        _UNGATED,
+        biases={"attention_bias": _OF_ATTENTION},
+        numbers={
+            "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
+            "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
+            "xielu.beta": ("mlp.act_fn.beta", ()),
+            "xielu.eps": ("mlp.act_fn.eps", ()),
+        },
+        activation=("hidden_act", "xielu"),
+        fields=_apertus_fields,
     ),
     "mistral3": replace(
         _LLAMA,
@@ -600,13 +637,18 @@ FAMILIES = {
         fields=_qwen3_moe_fields,
     ),
     "olmoe": Family("OlmoeForCausalLM", _ATTENTION | _PRE_NORMS | _QK_NORMS, {}, _EXPERTS, fields=_olmoe_fields),
-    "granitemoe": replace(
-        _LLAMA,
-        transformers_class="GraniteMoeForCausalLM",
-        mlp={},
-        experts={**_EXPERTS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
-        biases={"attention_bias": _OF_ATTENTION},
-        fields=_granite_moe_fields,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoe with shared experts": replace(
+        _GRANITE_MOE,
+        transformers_class="GraniteMoeSharedForCausalLM",
+        model_type="granitemoeshared",
+        experts={
+            **_GRANITE_MOE.experts,
+            "ffn_gate_shexp": "shared_mlp.gate_proj",
+            "ffn_up_shexp": "shared_mlp.up_proj",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        fields=_granite_moe_shared_fields,
     ),
     "glm4moe": Family(
         "Glm4MoeForCausalLM",
@@ -674,6 +716,8 @@ def family_of(file: GgufFile) -> Family:
         name = "llama with experts"
     if name == "olmo2" and fields.count("attention.sliding_window", 0):
         name = "olmo2 with windows"
+    if name == "granitemoe" and "blk.0.ffn_gate_shexp.weight" in file.tensors:
+        name = "granitemoe with shared experts"
     if name not in FAMILIES:
         raise CheckpointError(
             f"{file.name}: architecture {quoted(name)} is not supported; supported: {', '.join(FAMILIES)}"

@@ -71,7 +71,7 @@ _SCALARS = {
         0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
     }.items()
 }  # fmt: skip
-_TEXT, _ARRAY = 8, 9
+_FLOAT, _TEXT, _ARRAY = 6, 8, 9
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _U64_BYTES = 8
 
@@ -163,6 +163,14 @@ class GgufFile:
 
     def numbers(self, key: str) -> list[float]:
         return [float(value) for value in self._numbers(key)]
+
+    def number_tensors(self, key: str, count: int, shape: tuple[int, ...]) -> list[GgufTensor]:
+        """The numbers of a list of metadata as tensors of one value each."""
+        array = self._array(key)
+        if array.kind != _FLOAT or array.count != count:
+            raise CheckpointError(f"{self.name}: the metadata field {key} is not a list of {count} float32")
+        data = self.mapped.data[array.start : array.start + 4 * count].reshape(count, 1, 4)
+        return [GgufTensor(key, "F32", shape, each) for each in data]
 
     def has(self, key: str) -> bool:
         return key in self._fields

@@ -58,6 +58,15 @@ _LETTERS_OF_DEEPSEEK = (  # escaped are those that an editor may compose into ot
     "ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_MINICPM5 = _CL100K.replace("{1,3}", "+")
+_EXAONE_MOE = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+    _GPT4O.replace("{1,3}", ""),
+)
 _SEED = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 
 _GPT2_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -94,16 +103,20 @@ _FALCON = WordSplit(
 _NAMES = {
     WordSplit((_GPT2_WORDS,)): "default gpt-2 phi-2 jais exaone4 trillion granite-docling gigachat a.x-4.0 mellum",
     WordSplit((_GPT2_WORDS,), composes=True): "olmo mpt",
-    _STARCODER: "smollm starcoder refact codeshell exaone minerva-7b",
+    _STARCODER: "smollm starcoder refact codeshell exaone minerva-7b mellum2",
     replace(_STARCODER, composes=True): "command-r",
     _FALCON: "falcon",
     WordSplit((_CL100K,), whole_words=True, begins=True): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 midm-2.0 lfm2",
     WordSplit((_CL100K,)): "dbrx smaug-bpe glm4 chatglm-bpe",
     WordSplit((_QWEN2,), composes=True): "qwen2 deepseek-r1-qwen stablelm2 megrez",
-    WordSplit((_QWEN2,)): "hunyuan grok-2",
+    WordSplit((_QWEN2,)): "hunyuan grok-2 solar-open",
     WordSplit((_QWEN35,), composes=True): "qwen35",
     WordSplit((_TEKKEN,), whole_words=True, begins=True): "tekken",
-    WordSplit((_GPT4O,), whole_words=True): "gpt-4o llama4",
+    WordSplit((_GPT4O,), whole_words=True): "gpt-4o llama4 kanana2 minimax-m2",
+    WordSplit((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)): "tiny_aya cohere2moe",
+    WordSplit(_YOUTU, whole_words=True): "youtu",
+    WordSplit((r"\p{N}{1,3}", _MINICPM5), whole_words=True): "minicpm5",
+    WordSplit((_EXAONE_MOE,)): "exaone-moe",
     WordSplit((_KIMI,)): "kimi-k2",
     WordSplit(_DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm",
     WordSplit(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGITS)): "deepseek-coder",

@@ -7,7 +7,7 @@ and so are vectors; matrices in F32, F16 and BF16 are what they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .folder import CheckpointError, quoted
 from .gguf_blocks import READERS
 from .gguf_config import LONG_FACTORS, SHORT_FACTORS, read_shape
-from .gguf_families import ROPE_FACTORS, Family, ModelShape, family_of
+from .gguf_families import GATE_UP, ROPE_FACTORS, Family, ModelShape, family_of
 from .gguf_file import TENSOR_TYPES, GgufFile, GgufTensor
 from .stored import Grouping, Groups, Rows, widened
 
@@ -64,7 +64,9 @@ class StoredGguf:
 
     def whole(self, rows: Rows) -> NDArray[Any]:
         if len(self.shape) < 2:
-            values = self._values(self.tensor.data).reshape(-1)
+            values = self._values(self.tensor.data).reshape(self.shape)
+            if not self.shape:
+                return values.copy()
             return values[rows if self.order is None else self.order[rows]] - np.float32(self.offset)
         encoded = self._encoded(rows)
         kind = self.tensor.kind
@@ -113,29 +115,38 @@ def open_gguf_weights(file: GgufFile) -> dict[str, StoredGguf]:
     _check_sizes(file, names, shape)
     for tensor in file.tensors.values():
         _check_kind(file, tensor)
-    return {
+    found = {
         hf_name: _stored(file, part, shape, family)
-        for name, pattern in names.items()
-        for hf_name, part in _parts(file, file.tensors[name], pattern, shape, family)
+        for name, patterns in names.items()
+        for hf_name, part in _parts(file, file.tensors[name], patterns, shape, family)
     }
+    for field, (pattern, of_shape) in family.numbers.items():
+        numbers = file.number_tensors(field, shape.num_layers, of_shape)
+        found |= {f"{family.names.layers}.{i}.{pattern}": StoredGguf(file, each) for i, each in enumerate(numbers)}
+    return found
 
 
 def _parts(
-    file: GgufFile, tensor: GgufTensor, pattern: str, shape: ModelShape, family: Family
+    file: GgufFile, tensor: GgufTensor, patterns: tuple[str, ...], shape: ModelShape, family: Family
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """A tensor, or each expert's part of it, by its name in the checkpoint."""
+    """A tensor, or each expert's part of it, by its name in the checkpoint. With several names each has equal rows."""
     if tensor.name.split(".")[-2] in family.one_row:
         tensor = replace(tensor, shape=(1, math.prod(tensor.shape)))
-    if "{}" not in pattern:
-        yield pattern, tensor
+    if "{}" not in patterns[0]:
+        yield patterns[0], tensor
         return
     if len(tensor.shape) < 2 or tensor.shape[0] != shape.num_experts:
         raise CheckpointError(
             f"{file.name}: {tensor.name} has shape {list(tensor.shape)}, not parts of {shape.num_experts} experts"
         )
-    parts = tensor.data.reshape(shape.num_experts, -1, tensor.data.shape[-1])
-    for number, part in enumerate(parts):
-        yield pattern.format(number), replace(tensor, shape=tensor.shape[1:], data=part)
+    _, size, *width = tensor.shape
+    if size % len(patterns) or (len(patterns) > 1 and not width and tensor.kind not in _WHOLE):
+        raise CheckpointError(f"{file.name}: {tensor.name} cannot be divided into {len(patterns)} equal parts")
+    row_bytes = tensor.data.shape[-1] // (1 if width else len(patterns))
+    parts = tensor.data.reshape(shape.num_experts * len(patterns), -1, row_bytes)
+    names = (pattern.format(number) for number in range(shape.num_experts) for pattern in patterns)
+    for name, part in zip(names, parts, strict=True):
+        yield name, replace(tensor, shape=(size // len(patterns), *width), data=part)
 
 
 def _stored(file: GgufFile, tensor: GgufTensor, shape: ModelShape, family: Family) -> StoredGguf:
@@ -157,8 +168,8 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
         raise CheckpointError(message) from error
 
 
-def _tensor_names(file: GgufFile, shape: ModelShape, family: Family) -> dict[str, str]:
-    """The checkpoint's name of every tensor of a model of this shape, keyed by its GGUF name."""
+def _tensor_names(file: GgufFile, shape: ModelShape, family: Family) -> dict[str, tuple[str, ...]]:
+    """The checkpoint's names of every tensor of a model of this shape, keyed by its GGUF name: see `_parts`."""
     outer = {"token_embd": family.names.embedding}
     if family.has_norm_weight:
         outer["output_norm"] = family.names.final_norm
@@ -166,28 +177,45 @@ def _tensor_names(file: GgufFile, shape: ModelShape, family: Family) -> dict[str
         outer["output"] = family.names.head
     if family.names.positions:
         outer["position_embd"] = family.names.positions
-    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in outer.items()}
+    names: dict[str, tuple[str, ...]] = {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in outer.items()}
     if family.has_norm_bias:
-        names["output_norm.bias"] = f"{family.names.final_norm}.bias"
+        names["output_norm.bias"] = (f"{family.names.final_norm}.bias",)
     if family.has_head_bias:
-        names["output.bias"] = f"{family.names.head}.bias"
+        names["output.bias"] = (f"{family.names.head}.bias",)
     biased = {stem for group in shape.biases for stem in family.biases[group]}
+    biased |= {GATE_UP} if "ffn_gate_exps" in biased else set()
     absent = {stem for stem in family.optional if f"blk.0.{stem}.weight" not in file.tensors}
     for layer in range(shape.num_layers):
         prefix = f"{family.names.layers}.{layer}"
-        for ours, theirs in {**family.tensors, **(family.experts if shape.is_expert[layer] else family.mlp)}.items():
+        for ours, theirs in _layer_tensors(file, shape, family, layer).items():
             if ours in absent:
                 continue
             if "." in ours:
-                names[f"blk.{layer}.{ours}"] = f"{prefix}.{theirs}"
+                names[f"blk.{layer}.{ours}"] = (f"{prefix}.{theirs[0]}",)
                 continue
-            names[f"blk.{layer}.{ours}.weight"] = f"{prefix}.{theirs}.weight"
+            names[f"blk.{layer}.{ours}.weight"] = tuple(f"{prefix}.{each}.weight" for each in theirs)
             if ours in biased or (family.has_norm_bias and ours.endswith("norm")):
-                names[f"blk.{layer}.{ours}.bias"] = f"{prefix}.{theirs}.bias"
+                names[f"blk.{layer}.{ours}.bias"] = tuple(f"{prefix}.{each}.bias" for each in theirs)
     return names
 
 
-def _check_names(file: GgufFile, names: dict[str, str], shape: ModelShape) -> None:
+def _layer_tensors(file: GgufFile, shape: ModelShape, family: Family, layer: int) -> dict[str, tuple[str, ...]]:
+    """The family's tensors of a layer, where a file may have gate and up of experts in one, or experts one by one."""
+    of_mlp = family.experts if shape.is_expert[layer] else family.mlp
+    found: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in {**family.tensors, **of_mlp}.items()}
+    if not shape.is_expert[layer]:
+        return found
+    if f"blk.{layer}.{GATE_UP}.weight" in file.tensors:
+        found[GATE_UP] = found.pop("ffn_gate_exps") + found.pop("ffn_up_exps")
+    elif f"blk.{layer}.ffn_gate.0.weight" in file.tensors:  # as llama.cpp wrote Mixtral until April 2024
+        for stem in ("ffn_gate", "ffn_up", "ffn_down"):
+            (pattern,) = found.pop(f"{stem}_exps")
+            for number in range(shape.num_experts):
+                found[f"{stem}.{number}.weight"] = (f"{pattern.format(number)}.weight",)
+    return found
+
+
+def _check_names(file: GgufFile, names: Collection[str], shape: ModelShape) -> None:
     if missing := [name for name in names if name not in file.tensors]:
         raise CheckpointError(f"{file.name} lacks {len(missing)} of {len(names)} tensors, first {missing[0]}")
     known = {*names, ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
@@ -198,7 +226,7 @@ def _check_names(file: GgufFile, names: dict[str, str], shape: ModelShape) -> No
         )
 
 
-def _check_sizes(file: GgufFile, names: dict[str, str], shape: ModelShape) -> None:
+def _check_sizes(file: GgufFile, names: Collection[str], shape: ModelShape) -> None:
     """Raise CheckpointError for a tensor that does not have the shape that the metadata gives it."""
     queries, keys, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden_size
     sizes = {

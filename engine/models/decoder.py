@@ -276,7 +276,8 @@ class MLP:
     def __init__(self, weights: Weights, name: str, config: ModelConfig, ffn: int = 0) -> None:
         hidden, ffn, names = config.hidden_size, ffn or config.ffn_size, config.names
         parts = [(names.gate, ffn), (names.up, ffn)] if names.gate else [(names.up, ffn)]
-        parts = [(names.gate_up, 2 * ffn)] if names.gate_up else parts
+        if names.gate_up and weights.has(Rows(f"{name}.{names.gate_up}", 2 * ffn)):  # GGUF files may have them apart
+            parts = [(names.gate_up, 2 * ffn)]
         rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
         self._up = weights.linear(rows, hidden, config.mlp_bias)
         factor = 1.0 if config.norms.mlp_behind else config.residual_scale

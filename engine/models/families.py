@@ -773,6 +773,15 @@ def _granite_moe(file: ConfigFile, name: str) -> ModelConfig:
     return _with_experts(config, routing, config.ffn_size, names=names)
 
 
+def _granite_moe_shared(file: ConfigFile, name: str) -> ModelConfig:
+    """IBM, 2025: with a feed-forward layer beside the experts that computes every token."""
+    config, shared = _granite_moe(file, name), file.count("shared_intermediate_size", 1024)
+    assert config.experts is not None
+    experts = replace(config.experts, shared_size=shared)
+    experts = replace(experts, names=replace(experts.names, shared="shared_mlp"))
+    return replace(config, experts=experts, names=Names(gate_up="input_linear", down="output_linear"))
+
+
 def _minimax_m2(file: ConfigFile, name: str) -> ModelConfig:
     """MiniMax, 2025: experts chosen by sigmoids, norms over whole queries and keys, a part of each head rotated."""
     head_dim = file.size("head_dim", 128)
@@ -853,6 +862,7 @@ FAMILIES = (
     Family("Dots1ForCausalLM", "dots1", _dots1),
     Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie_moe),
     Family("GraniteMoeForCausalLM", "granitemoe", _granite_moe),
+    Family("GraniteMoeSharedForCausalLM", "granitemoeshared", _granite_moe_shared),
     Family("GptOssForCausalLM", "gpt_oss", _gpt_oss),
     Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2),
 )

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, PreTrainedConfig]] = {
     "smollm3": ("smollm3", changed("smollm3", num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0], layer_types=None)),
     "granite": ("granite", changed("granite")),
     "granite, tied": ("granite", changed("granite, tied")),
+    "apertus": ("apertus", changed("apertus", rope_parameters={"rope_type": "default", "rope_theta": 1e4})),
     "arcee": ("arcee", changed("arcee")),
     "ministral3": (
         "mistral3",
@@ -79,6 +80,7 @@ CASES: dict[str, tuple[str, PreTrainedConfig]] = {
     "qwen3_moe": ("qwen3moe", changed("qwen3_moe")),
     "olmoe": ("olmoe", changed("olmoe")),
     "granitemoe": ("granitemoe", changed("granitemoe")),
+    "granitemoeshared": ("granitemoe", changed("granitemoeshared")),
     "glm4_moe": ("glm4moe", changed("glm4_moe", first_k_dense_replace=1, norm_topk_prob=True)),
     "glm4_moe with groups of experts": ("glm4moe", changed("glm4_moe with groups of experts")),
     "dots1": ("dots1", changed("dots1", sliding_window=None, layer_types=None)),
@@ -91,7 +93,7 @@ CASES: dict[str, tuple[str, PreTrainedConfig]] = {
 
 def imported(tiny: TinyModel, tmp_path: Path) -> Path:
     folder = tmp_path / "imported"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     import_gguf(tiny.write(folder / GGUF), folder, no_progress)
     return folder
 
@@ -120,6 +122,41 @@ def test_an_imported_file_computes_the_logits_of_its_model(case: str, tmp_path: 
         expected = model.model(torch.tensor([prompt])).logits[0, -1]
     assert expected.std() > 0.1  # or every model would do
     torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen3_moe", "glm4_moe", "granitemoe"])
+def test_gate_and_up_of_experts_may_be_one_tensor(case: str, tmp_path: Path) -> None:
+    model = tiny(case, tmp_path)
+    apart = open_weights(imported(model, tmp_path / "apart"))
+    for name, values in gguf_tensors(model.family, model.model).items():
+        if "ffn_gate_exps" in name:
+            up = name.replace("gate", "up")
+            both = np.concatenate([values, gguf_tensors(model.family, model.model)[up]], axis=1)
+            model.tensors |= {name: None, up: None, name.replace("gate", "gate_up"): both}
+    together = open_weights(imported(model, tmp_path / "together"))
+    assert together.keys() == apart.keys()
+    for name, stored in apart.items():
+        np.testing.assert_array_equal(together[name].whole(slice(None)), stored.whole(slice(None)), err_msg=name)
+
+
+def test_old_files_have_a_tensor_for_each_expert_of_mixtral(tmp_path: Path) -> None:
+    model = tiny("mixtral", tmp_path)
+    apart = open_weights(imported(model, tmp_path / "new"))
+    for name, values in gguf_tensors("llama", model.model).items():
+        if "_exps" in name:
+            model.tensors[name] = None
+            model.tensors |= {name.replace("_exps", f".{number}"): each for number, each in enumerate(values)}
+    old = open_weights(imported(model, tmp_path / "old"))
+    assert old.keys() == apart.keys()
+    for name, stored in apart.items():
+        np.testing.assert_array_equal(old[name].whole(slice(None)), stored.whole(slice(None)), err_msg=name)
+
+
+def test_numbers_of_layers_that_are_missing_or_too_few_are_refused(tmp_path: Path) -> None:
+    model = tiny("apertus", tmp_path)
+    model.metadata = {"xielu.alpha_n": [0.5]}
+    with pytest.raises(CheckpointError, match=r"xielu\.alpha_n is not a list of 2 float32"):
+        imported(model, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.MXFP4])

@@ -73,6 +73,11 @@ def test_word_splits_differ_as_their_models_expect(tmp_path: Path) -> None:
         ("kimi-k2", "漢字abc 中文's", ["漢字", "abc", " ", "中文", "'s"]),
         ("bailingmoe", "it'S a\n\nb", ["it", "'S", " a", "\n\n", "b"]),
         ("seed-coder", "x!\n12", ["x", "!", "\n", "1", "2"]),
+        ("minimax-m2", "HTTPServer's 12345", ["HTTPServer's", " ", "123", "45"]),
+        ("tiny_aya", "x 1234567 y's", ["x", " ", "1", "234", "567", " y's"]),
+        ("youtu", "한국어abc 12漢字、ok's", ["한국어", "abc", " ", "1", "2", "漢字", "、", "ok's"]),
+        ("minicpm5", "it'S 12345\n", ["it", "'S", " ", "123", "45", "\n"]),
+        ("exaone-moe", "in a word 12\n\n", ["in a word", " ", "1", "2", "\n\n"]),
         ("superbpe", "by the way 1234567", ["by the way ", "1", "234", "567"]),
     ],
 )

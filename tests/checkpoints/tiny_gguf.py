@@ -56,6 +56,7 @@ RENAMED = {
     "gate.moe_statics": "moe_statics",
     "e_score_correction_bias": "e_score_correction.bias",
     "sinks": "sinks.weight",
+    "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
 }
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -76,7 +77,7 @@ class TinyModel:
 
     def write(self, path: Path) -> Path:
         writer = gguf.GGUFWriter(path, self.family)
-        for key, value in (_metadata(self.family, self.model.config) | bpe_vocabulary() | self.metadata).items():
+        for key, value in (_metadata(self.family, self.model) | bpe_vocabulary() | self.metadata).items():
             _add(writer, key, value)
         for name, values in (gguf_tensors(self.family, self.model) | self.tensors).items():
             if values is None:
@@ -111,6 +112,8 @@ def gguf_tensors(family: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
         values = parameter.float().numpy()
         if family in PERMUTED and (projection := name.split(".")[-2]) in heads:
             values = interleave(values, heads[projection])
+        if ".act_fn." in name:  # metadata
+            continue
         if family == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             values = np.ascontiguousarray(values.T)
         if family == "gptneox" and ".query_key_value." in name:  # of each head, to all queries first
@@ -129,6 +132,10 @@ def split_experts(family: str, name: str, values: np.ndarray) -> dict[str, np.nd
         name = name.replace(ours, theirs)
     if name.endswith("shared_expert_gate.weight") or "e_score_correction" in name:
         return {name: values.reshape(-1)}
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = np.split(values, 2)
+        prefix = name.replace("shared_mlp.input_linear.weight", "mlp.shared_expert")
+        return {f"{prefix}.gate_proj.weight": gate, f"{prefix}.up_proj.weight": up}
     prefix, _, kind = name.rpartition(".")
     if kind not in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
         return {name: values}
@@ -148,8 +155,9 @@ def interleave(values: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(by_half.swapaxes(1, 2).reshape(values.shape))
 
 
-def _metadata(family: str, config: Any) -> dict[str, object]:
-    """What llama.cpp's conversion reads from these fields of config.json; None: it writes nothing."""
+def _metadata(family: str, model: torch.nn.Module) -> dict[str, object]:
+    """What llama.cpp's conversion reads from config.json, and xIELU's numbers of each layer."""
+    config: Any = model.config
 
     def of(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -205,7 +213,11 @@ def _metadata(family: str, config: Any) -> dict[str, object]:
         fields["rope.dimension_count"] = int(head_dim * share)
     if kind == "longrope":
         fields["rope.scaling.original_context_length"] = config.original_max_position_embeddings
-    return {f"{family}.{name}": value for name, value in fields.items() if value is not None}
+    numbers = {
+        f"xielu.{kind}": [layer.mlp.act_fn.state_dict()[kind].item() for layer in model.model.layers]
+        for kind in (("alpha_p", "alpha_n", "beta", "eps") if family == "apertus" else ())
+    }
+    return {f"{family}.{name}": value for name, value in fields.items() if value is not None} | numbers
 
 
 def bpe_vocabulary() -> dict[str, object]:
