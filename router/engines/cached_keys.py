@@ -11,14 +11,11 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 
 from ...channel.strides import STRIDE
+from .refusals import InvalidMessage
 
 MOST_KEYS = 1 << 20  # of one engine, whatever size it says its cache has: 64 million tokens
 EXPECTED_S = 10.0  # a prompt that was sent counts as cached for so long; then the engine has reported it, or never will
 MOST_EXPECTED = 1 << 16  # keys
-
-
-class WrongCacheReport(ConnectionError):
-    """An engine reports of its prefix cache what cannot be. Its connection ends."""
 
 
 class CachedKeys:
@@ -40,14 +37,14 @@ class CachedKeys:
         return len(self._held)
 
     def take_snapshot(self, part: engine_pb2.CacheSnapshot) -> None:
-        """Raises WrongCacheReport."""
+        """Raises InvalidMessage."""
         if part.is_first:
             self._held = set()
         self._add(part.keys)
         self._number = part.number if part.is_last else None
 
     def take_delta(self, delta: engine_pb2.CacheDelta) -> bool:
-        """Return False if some were missed, so that another snapshot is needed. Raises WrongCacheReport."""
+        """Return False if some were missed, so that another snapshot is needed. Raises InvalidMessage."""
         if self._number is None:
             return True  # the snapshot that was asked for has what it says
         if delta.number != self._number + 1:
@@ -60,10 +57,10 @@ class CachedKeys:
 
     def _add(self, keys: Sequence[int]) -> None:
         if len(keys) > self.most:
-            raise WrongCacheReport(f"it reports {len(keys)} cached prefixes at once, its cache holds {self.most}")
+            raise InvalidMessage(f"{len(keys)} cached prefixes at once, its cache holds {self.most}")
         self._held.update(keys)
         if len(self._held) > self.most:
-            raise WrongCacheReport(f"it reports more than {self.most} cached prefixes, which is all its cache holds")
+            raise InvalidMessage(f"more than {self.most} cached prefixes, which is all its cache holds")
 
     def num_cached(self, keys: Sequence[int]) -> int:
         """Count the leading keys that are cached, or will be. Chains lose their tails first, so bisection finds it."""

@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from pagoda.engine.v1 import engine_pb2
@@ -20,10 +19,11 @@ from pagoda.v1 import control_pb2, trace_pb2
 from ...runtime.channel_trust import ChannelTrust
 from ..errors import EngineLost, Unavailable
 from .cached_keys import CachedKeys
+from .checking import Checks
 from .choosing import Asked
 from .group import Identity, may_continue
 from .handshake import NotTrusted
-from .refusals import Reason, WrongEngine
+from .refusals import PROVEN_S, InvalidMessage, Standing, WrongEngine
 from .stream import EngineStream, Wakeups
 from .transport import EngineLink, transport_to
 
@@ -56,6 +56,7 @@ class EngineChannel:
     admit           waits until the engine may become ready, or raises WrongEngine
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when the engine hangs, so that its supervisor can kill it
+    is_supervised   whether this server starts the engine again by itself: it is tried again at once
     wakeups         wakes the streams of this and other channels; None: of this one alone
     trust           what guards the channel at HOST:PORT; None: nothing
     """
@@ -72,6 +73,7 @@ class EngineChannel:
         admit: Callable[[EngineChannel], Awaitable[None]] | None = None,
         on_change: Callable[[], Awaitable[None]],
         on_hang: Callable[[], None] = lambda: None,
+        is_supervised: bool = False,
         wakeups: Wakeups | None = None,
         trust: ChannelTrust | None = None,
     ) -> None:
@@ -84,8 +86,7 @@ class EngineChannel:
         self.has_been_ready = False
         self.identity: Identity | None = None  # that of the engine which was about to be ready last
         self.identified_at = -math.inf
-        self.refused = ""  # why the engine is not used; empty: it is, or does not answer
-        self.refusals: Counter[Reason] = Counter()
+        self.standing = Standing()
         self.load = control_pb2.EngineLoad()
         self.tenants = engine_pb2.Tenants()
         self._hang_timeout_s = hang_timeout_s
@@ -96,6 +97,8 @@ class EngineChannel:
         self._admit = admit
         self._on_change = on_change
         self._on_hang = on_hang
+        self._is_supervised = is_supervised
+        self._checks = Checks()  # of the connection
         self._next_sequence = itertools.count(1)
         self._routes: dict[int, tuple[EngineStream, int]] = {}
         self._num_others = 0  # sequences of other routers, as of the last report
@@ -229,8 +232,10 @@ class EngineChannel:
 
     def forget(self, stream: EngineStream) -> None:
         self._computed(stream)
-        for index in range(len(stream.inboxes)):
-            self._routes.pop(stream.first_sequence + index, None)
+        numbers = range(stream.first_sequence, stream.first_sequence + len(stream.inboxes))
+        self._checks.forgets(numbers)
+        for number in numbers:
+            self._routes.pop(number, None)
 
     async def flush_cache(self) -> int:
         """Empty the prefix cache; returns the blocks that it freed. Raises Unavailable unless the engine is ready."""
@@ -244,6 +249,7 @@ class EngineChannel:
     def _post(self, message: engine_pb2.RouterMessage) -> None:
         """Send a message to an engine that has greeted. What finds no room waits; admission bounds it."""
         assert self._link is not None, "the link comes with the engine's hello"
+        self._checks.sends(message)
         if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
             self._outgoing.put_nowait(message)
 
@@ -274,14 +280,21 @@ class EngineChannel:
         try:
             while True:
                 pause_s = RECONNECT_S
+                self._checks = Checks()
                 try:
                     await self._converse(await transport.connect())
                     self._log_away(ConnectionError("it has closed the connection"))
+                    pause_s = self._pause_after_death()
                 except OSError as error:
                     self._log_away(error)
+                    pause_s = self._pause_after_death()
                 except EngineHangs:
                     self._log_hang()
+                    pause_s = self._pause_after_fault()
                     self._on_hang()
+                except InvalidMessage as error:
+                    self._log_refused(error)
+                    pause_s = self._pause_after_fault()
                 except (WrongEngine, NotTrusted) as error:
                     self._log_refused(error)
                     pause_s = WRONG_ENGINE_PAUSE_S
@@ -291,11 +304,28 @@ class EngineChannel:
         finally:
             await transport.close()
 
+    def _pause_after_fault(self) -> float:
+        self.standing.served(self._served_s)
+        return RECONNECT_S if self._is_supervised else self.standing.strike(RECONNECT_S)
+
+    def _pause_after_death(self) -> float:
+        """One that greets and dies young again and again gets a growing pause; one that has not come up gets none."""
+        self.standing.served(self._served_s)
+        if self._is_supervised or self.says_goodbye or not self._checks.has_greeted or self._served_s >= PROVEN_S:
+            return RECONNECT_S
+        return self.standing.strike(RECONNECT_S, is_first_free=True)
+
+    @property
+    def _served_s(self) -> float:
+        """For how long the engine has been ready on this connection."""
+        return time.monotonic() - self.identified_at if self.is_ready else 0.0
+
     def _log_away(self, error: OSError) -> None:
         """Log why the engine is away. Attempts follow each other closely, so each reason is logged once."""
         if self.is_ready:
             level = logging.INFO if self.says_goodbye else logging.WARNING
-            log.log(level, "lost the engine at %s: %s", self.label, error)
+            if self.standing.may_say(f"lost: {error}"):
+                log.log(level, "lost the engine at %s: %s", self.label, error)
             return
         is_absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
         if is_absent and time.monotonic() - self._away_since < self._patience_s:
@@ -306,16 +336,16 @@ class EngineChannel:
         self._logged = reason
 
     def _log_refused(self, error: WrongEngine | NotTrusted) -> None:
-        self.refused = str(error)
-        self.refusals[error.reason] += 1
-        if self.refused != self._logged:
+        self.standing.refuse(error.reason, str(error))
+        if str(error) != self._logged and self.standing.may_say(str(error)):
             log.error("the engine at %s is not used: %s", self.label, error)
-        self._logged = self.refused
+        self._logged = str(error)
 
     def _log_hang(self) -> None:
         """Log that the engine hangs: once, however often it greets without answering."""
         reason = f"it has not answered for {self._hang_timeout_s:.0f} s"
-        if reason != self._logged:
+        self.standing.refuse("hang", reason)
+        if reason != self._logged and self.standing.may_say(reason):
             log.error("the engine at %s hangs: %s", self.label, reason)
         self._logged = reason
 
@@ -324,7 +354,8 @@ class EngineChannel:
         helpers: list[asyncio.Task[None]] = []
         watch: asyncio.Task[None] | None = None
         try:
-            while (message := await link.read()) is not None:
+            while (message := await self._read(link)) is not None:
+                self._checks.check(message)
                 if not self._answers_pings:
                     self._owes_answer_since = None
                 match message.WhichOneof("message"):
@@ -368,12 +399,21 @@ class EngineChannel:
         if watch is not None and watch.done():
             raise EngineHangs
 
+    async def _read(self, link: EngineLink) -> engine_pb2.EngineMessage | None:
+        if self._checks.has_greeted:
+            return await link.read()
+        try:
+            async with asyncio.timeout(self._hang_timeout_s):
+                return await link.read()
+        except TimeoutError:
+            raise EngineHangs from None
+
     async def _become_ready(self, info: control_pb2.EngineInfo) -> None:
         self.identity, self.identified_at = Identity.of(info), time.monotonic()
         if self._admit is not None:
             await self._admit(self)
         self._log_ready(info)
-        self.info, self.refused = info, ""
+        self.info, self.standing.refused = info, ""
         self._last_absence_s = time.monotonic() - self._away_since
         self.has_been_ready = True
         await self._on_change()

@@ -248,7 +248,7 @@ def _status(channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
         state = control_pb2.ENGINE_STATE_READY
     elif channel.is_ready:
         state = control_pb2.ENGINE_STATE_DRAINING
-    elif channel.refused:
+    elif channel.standing.refused:
         state = control_pb2.ENGINE_STATE_REFUSED
     elif channel.has_been_ready:
         state = control_pb2.ENGINE_STATE_UNAVAILABLE
@@ -260,5 +260,5 @@ def _status(channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
         state=state,
         restarts=restarts,
         info=channel.info,
-        refused="" if channel.is_ready else channel.refused,
+        refused="" if channel.is_ready else channel.standing.refused,
     )

@@ -218,6 +218,7 @@ class Router:
             admit=self._engine_group.admit,
             on_change=self._on_engine_change,
             on_hang=self._keeper.kill if self._keeper else lambda: None,
+            is_supervised=self._is_engine_ours,
             wakeups=self._wakeups,
             trust=self._trust,
         )

@@ -190,7 +190,7 @@ def engine_samples(
         engine = channel.name
         yield "engine_up", (engine,), channel.takes_requests
         yield "engine_restarts", (engine,), restarts
-        for reason, count in channel.refusals.items():
+        for reason, count in channel.standing.refusals.items():
             yield "engine_refusals", (engine, reason), count
         if channel.info is not None:
             cache = channel.info.kv_cache

@@ -26,6 +26,9 @@ from pagoda_server.router.engines.choosing import Asked
 from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
 from pagoda_server.router.errors import Unavailable
 
+HELLO = control_pb2.EngineInfo(
+    vocab_size=1000, max_model_len=100_000, kv_cache=control_pb2.KvCacheInfo(token_capacity=100_000)
+)
 EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
 
@@ -39,7 +42,7 @@ async def connected(
     ready, over = asyncio.Event(), asyncio.Event()
 
     async def serve(link: EngineEnd) -> None:
-        await link.write(engine_pb2.EngineMessage(hello=control_pb2.EngineInfo(), answers_pings=answers_pings))
+        await link.write(engine_pb2.EngineMessage(hello=HELLO, answers_pings=answers_pings))
         if not accepted.done():
             accepted.set_result(link)
         await over.wait()
@@ -170,8 +173,9 @@ async def test_a_stream_hears_of_its_start_however_the_engine_tells_it() -> None
     ]
     async with connected() as (channel, engine):
         streams = [channel.submit(submit(), partial(starts.append, number)) for number in (1, 2, 3)]
+        channel.submit(submit()).close()
         for number, step in enumerate(steps, 1):
-            step.started.append(99)  # it has been forgotten
+            step.started.append(4)  # it has been forgotten
             await engine.write(engine_pb2.EngineMessage(step=step))
             await asyncio.sleep(0.02)
             assert starts == list(range(1, number + 1))

@@ -14,7 +14,7 @@ from bench.fleet import RULES, Machine, Outcome, arrivals, simulate
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.strides import STRIDE, chain_root, first_key, stride_keys
-from pagoda_server.router.engines.cached_keys import EXPECTED_S, MOST_KEYS, CachedKeys, WrongCacheReport
+from pagoda_server.router.engines.cached_keys import EXPECTED_S, MOST_KEYS, CachedKeys
 from pagoda_server.router.engines.choosing import (
     HASHED_STRIDES,
     MOST_TO_FEWEST,
@@ -27,6 +27,7 @@ from pagoda_server.router.engines.choosing import (
 )
 
 INFO = control_pb2.EngineInfo(kv_cache={"num_blocks": 1000, "block_size": 16})
+from pagoda_server.router.engines.refusals import InvalidMessage
 
 
 @dataclass
@@ -192,9 +193,9 @@ def test_an_engine_that_reports_more_than_its_cache_holds_is_refused(num_blocks:
     cached = CachedKeys(control_pb2.EngineInfo(kv_cache={"num_blocks": num_blocks, "block_size": 16}))
     most = min(num_blocks, MOST_KEYS)
     cached.take_snapshot(engine_pb2.CacheSnapshot(keys=range(most), is_first=True, is_last=True))
-    with pytest.raises(WrongCacheReport, match=f"{most}"):
+    with pytest.raises(InvalidMessage, match=f"{most}"):
         cached.take_delta(engine_pb2.CacheDelta(number=1, stored=[most]))
-    with pytest.raises(WrongCacheReport, match=f"{most}"):
+    with pytest.raises(InvalidMessage, match=f"{most}"):
         cached.take_snapshot(engine_pb2.CacheSnapshot(keys=range(2 * most), is_first=True))
     assert len(cached) <= most + 1
 

@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
+from pagoda_server.router.engines.refusals import Standing
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted, Unavailable
 from pagoda_server.router.process.control import (
     MAX_TENANTS_LISTED,
@@ -46,7 +47,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         is_suspect=False,
         retry_after_s=None,
         has_been_ready=is_ready or has_been_ready,
-        refused="",
+        standing=Standing(),
         info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,
         load=control_pb2.EngineLoad(**fields),
         tenants=engine_pb2.Tenants(),

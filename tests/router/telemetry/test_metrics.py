@@ -119,7 +119,7 @@ def engine(is_ready: bool = True, **load: float) -> Any:
         is_ready=is_ready,
         takes_requests=is_ready,
         info=control_pb2.EngineInfo(kv_cache=cache) if is_ready else None,
-        refusals={"weights": 2},
+        standing=SimpleNamespace(refusals={"weights": 2}),
         load=control_pb2.EngineLoad(**fields),
         tenants=engine_pb2.Tenants(
             listed=[control_pb2.TenantLoad(name="ann", running=2, service=70, recent_service=70)], count=1,
