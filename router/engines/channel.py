@@ -7,14 +7,13 @@ numbers are never reused, so messages from an engine's earlier epoch cannot reac
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
 
 from pagoda.engine.v1 import engine_pb2
-from pagoda.v1 import control_pb2, trace_pb2
+from pagoda.v1 import control_pb2
 
 from ...runtime.channel_trust import ChannelTrust
 from ..errors import EngineLost, Unavailable
@@ -23,7 +22,9 @@ from .checking import Checks
 from .choosing import Asked
 from .group import Identity, may_continue
 from .handshake import NotTrusted
+from .questions import Questions
 from .refusals import PROVEN_S, InvalidMessage, Standing, WrongEngine
+from .sequences import Sequences
 from .stream import EngineStream, Wakeups
 from .transport import EngineLink, transport_to
 
@@ -87,8 +88,8 @@ class EngineChannel:
         self.identity: Identity | None = None  # that of the engine which was about to be ready last
         self.identified_at = -math.inf
         self.standing = Standing()
-        self.load = control_pb2.EngineLoad()
-        self.tenants = engine_pb2.Tenants()
+        self.sequences = Sequences(wakeups or Wakeups())
+        self.questions = Questions(self._post_if_ready)
         self._hang_timeout_s = hang_timeout_s
         self._ping_s = min(PING_S, PING_PART * hang_timeout_s)
         self._suspect_s = min(SUSPECT_S, SUSPECT_PART * hang_timeout_s)
@@ -99,23 +100,12 @@ class EngineChannel:
         self._on_hang = on_hang
         self._is_supervised = is_supervised
         self._checks = Checks()  # of the connection
-        self._next_sequence = itertools.count(1)
-        self._routes: dict[int, tuple[EngineStream, int]] = {}
-        self._num_others = 0  # sequences of other routers, as of the last report
-        self._uncomputed: dict[EngineStream, int] = {}  # prompt tokens of streams that have not begun
-        self._num_uncomputed = 0  # their sum
-        self._num_others_uncomputed = 0  # of other routers' sequences, as of the last report
         self._offers_cache = False  # it can report what its prefix cache holds
         self._wants_cache = False
         self.cached: CachedKeys | None = None  # while it reports that
-        self._wakeups = wakeups or Wakeups()
         self._trust = trust
         self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
-        self._flushes: list[asyncio.Future[int]] = []
-        self._tracing = asyncio.Lock()  # one at a time: a trace may take megabytes
-        self._next_trace = itertools.count()
-        self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
         self._answers_pings = False  # an engine of an earlier version does not; see _ask
         self._owes_answer_since: float | None = None  # None: its loop has answered everything
         self._away_since = time.monotonic()
@@ -156,13 +146,9 @@ class EngineChannel:
         return round(min(max(rest_s, low), high), 1)  # few values: see CallGuard
 
     @property
-    def num_live_sequences(self) -> int:
-        return len(self._routes)
-
-    @property
     def num_sequences(self) -> int:
-        """The sequences in the engine: this router's as they are, and those of others as of the last report."""
-        return len(self._routes) + self._num_others
+        """The sequences in the engine, those of other routers included."""
+        return self.sequences.num_with_others
 
     @property
     def max_num_seqs(self) -> int:
@@ -170,13 +156,13 @@ class EngineChannel:
 
     @property
     def num_uncomputed(self) -> int:
-        """The prompt tokens that the engine still has to compute, counted like `num_sequences`."""
-        return self._num_uncomputed + self._num_others_uncomputed
+        """The prompt tokens that the engine still has to compute."""
+        return self.sequences.num_uncomputed
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """How fast it computes prompts; 0 before it has computed any."""
-        return self.load.prefill_tokens_per_s
+        return self.sequences.load.prefill_tokens_per_s
 
     @property
     def label(self) -> str:
@@ -208,43 +194,31 @@ class EngineChannel:
         """
         if not self.is_ready:
             raise Unavailable("the engine is not ready")
-        count = submit.sampling.n
-        numbers = [next(self._next_sequence) for _ in range(count)]
-        stream = EngineStream(numbers[0], count, abort=self.abort, forget=self.forget, on_start=on_start)
-        for index, number in enumerate(numbers):
-            self._routes[number] = (stream, index)
-        self._uncomputed[stream] = uncomputed = len(submit.prompt) - (asked.num_cached if asked else 0)
-        self._num_uncomputed += uncomputed
+        stream = self.sequences.add(
+            submit.sampling.n,
+            len(submit.prompt) - (asked.num_cached if asked else 0),
+            abort=self.abort,
+            forget=self.forget,
+            on_start=on_start,
+        )
         if asked is not None and self.cached is not None:
             self.cached.expect(asked.keys())
-        submit.first_sequence = numbers[0]
+        submit.first_sequence = stream.first_sequence
         self._post(engine_pb2.RouterMessage(submit=submit))
         return stream
 
     def abort(self, sequences: list[int]) -> None:
-        known = [number for number in sequences if number in self._routes]
+        known = self.sequences.known(sequences)
         if known and self.is_ready:
             self._post(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=known)))
 
-    def _computed(self, stream: EngineStream) -> None:
-        """Note that a stream's prompt needs no more computing."""
-        self._num_uncomputed -= self._uncomputed.pop(stream, 0)
-
     def forget(self, stream: EngineStream) -> None:
-        self._computed(stream)
-        numbers = range(stream.first_sequence, stream.first_sequence + len(stream.inboxes))
-        self._checks.forgets(numbers)
-        for number in numbers:
-            self._routes.pop(number, None)
+        self._checks.forgets(self.sequences.forget(stream))
 
-    async def flush_cache(self) -> int:
-        """Empty the prefix cache; returns the blocks that it freed. Raises Unavailable unless the engine is ready."""
+    def _post_if_ready(self, message: engine_pb2.RouterMessage) -> None:
         if not self.is_ready:
             raise Unavailable("the engine is not ready")
-        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._flushes.append(reply)
-        self._post(engine_pb2.RouterMessage(flush_cache=engine_pb2.FlushCache()))
-        return await reply
+        self._post(message)
 
     def _post(self, message: engine_pb2.RouterMessage) -> None:
         """Send a message to an engine that has greeted. What finds no room waits; admission bounds it."""
@@ -252,25 +226,6 @@ class EngineChannel:
         self._checks.sends(message)
         if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
             self._outgoing.put_nowait(message)
-
-    async def trace(self, last_s: float | None) -> list[trace_pb2.StepTracePart]:
-        """The step trace of the last `last_s` seconds; None: all of it. Raises Unavailable without a ready engine."""
-        async with self._tracing:
-            if not self.is_ready:
-                raise Unavailable("the engine is not ready")
-            number = next(self._next_trace)
-            traces = self._traces[number] = asyncio.Queue()
-            try:
-                take = engine_pb2.TakeTrace(number=number, last_s=last_s)
-                self._post(engine_pb2.RouterMessage(take_trace=take))
-                parts: list[trace_pb2.StepTracePart] = []
-                while (trace := await traces.get()) is not None:
-                    parts.append(trace.part)
-                    if trace.is_last:
-                        return parts
-                raise Unavailable("the engine was lost")
-            finally:
-                del self._traces[number]
 
     # -- the stream -------------------------------------------------------------------------------------------------
 
@@ -360,7 +315,7 @@ class EngineChannel:
                     self._owes_answer_since = None
                 match message.WhichOneof("message"):
                     case "step":
-                        self._deliver(message.step)
+                        self.sequences.deliver(message.step)
                     case "pong":
                         self._owes_answer_since = None
                         if hello and not self.is_ready:
@@ -380,8 +335,7 @@ class EngineChannel:
                     case "goodbye":
                         await self._note_goodbye()
                     case "cache_flushed":
-                        if self._flushes and not (flush := self._flushes.pop(0)).done():  # done: its call was cancelled
-                            flush.set_result(message.cache_flushed.freed_blocks)
+                        self.questions.flushed(message.cache_flushed)
                     case "cache_snapshot" if hello is not None and self._wants_cache:
                         if self.cached is None:
                             self.cached = CachedKeys(hello)
@@ -390,8 +344,7 @@ class EngineChannel:
                         if not self.cached.take_delta(message.cache_delta):
                             self._ask_for_cache()
                     case "trace":
-                        if parts := self._traces.get(message.trace.number):
-                            parts.put_nowait(message.trace)
+                        self.questions.traced(message.trace)
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -420,7 +373,7 @@ class EngineChannel:
 
     async def _note_goodbye(self) -> None:
         if not self.says_goodbye:
-            log.info("the engine at %s says goodbye: %d sequences run on", self.label, len(self._routes))
+            log.info("the engine at %s says goodbye: %d sequences run on", self.label, len(self.sequences))
             self.says_goodbye, self._away_since = True, time.monotonic()
             await self._on_change()
 
@@ -460,43 +413,8 @@ class EngineChannel:
         """Ask for an answer of the engine's loop. For an engine that does not know pings, any message is one."""
         if self._answers_pings:
             self._post(engine_pb2.RouterMessage(ping=engine_pb2.Ping(takes_goodbye=True)))
-        if self._answers_pings or self._routes:
+        if self._answers_pings or len(self.sequences):
             self._owes_answer_since = time.monotonic()
-
-    def _deliver(self, step: engine_pb2.StepOutput) -> None:
-        self.load = step.load
-        if step.HasField("tenants"):
-            self.tenants = step.tenants
-        for number in step.started:
-            if route := self._routes.get(number):
-                route[0].on_start()
-        for reading in step.readings:
-            if route := self._routes.get(reading.sequence):
-                route[0].inboxes[route[1]].readings.append(reading)
-        logprobs = {entry.at: entry for entry in step.logprobs}
-        for at, (number, token) in enumerate(zip(step.sequences, step.tokens, strict=True)):
-            if route := self._routes.get(number):
-                stream, index = route
-                stream.inboxes[index].tokens.append(token)
-                if logprobs and at in logprobs:
-                    stream.inboxes[index].logprobs.append(logprobs[at])
-                self._wakeups.add(stream)
-                if not stream.has_begun:
-                    stream.has_begun = True
-                    self._computed(stream)
-                    stream.on_start()
-        for ended in step.ended:
-            if route := self._routes.pop(ended.sequence, None):
-                stream, index = route
-                stream.inboxes[index].ended = ended
-                stream.live.discard(index)
-                if not stream.live:
-                    self._computed(stream)
-                stream.on_start()
-                self._wakeups.add(stream)
-        self._num_others = max(0, step.load.waiting + step.load.running - len(self._routes))
-        self._num_others_uncomputed = max(0, step.load.uncomputed_tokens - self._num_uncomputed)
-        self._wakeups.start()
 
     async def _lose(self) -> None:
         """Fail every request, flush and trace of a stream that has closed."""
@@ -504,21 +422,9 @@ class EngineChannel:
         self._owes_answer_since, self._answers_pings = None, False
         if was_ready:
             self._away_since = time.monotonic()
-        self._num_others = self._num_uncomputed = self._num_others_uncomputed = 0
-        self._uncomputed.clear()
         self.cached = None
-        self.load, self.tenants = control_pb2.EngineLoad(), engine_pb2.Tenants()
-        for stream, _ in self._routes.values():
-            stream.error = EngineLost(info, has_left=self.says_goodbye)
-            self._wakeups.add(stream)
-        self._wakeups.start()
-        self._routes.clear()
+        self.sequences.lose(lambda: EngineLost(info, has_left=self.says_goodbye))
         self.says_goodbye = False
-        for flush in self._flushes:
-            if not flush.done():
-                flush.set_exception(Unavailable("the engine was lost"))
-        self._flushes.clear()
-        for parts in self._traces.values():
-            parts.put_nowait(None)
+        self.questions.lose()
         if was_ready:
             await self._on_change()

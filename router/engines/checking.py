@@ -20,7 +20,7 @@ MAX_COUNT = 1 << 24  # sequences and tenants of an engine, ids of a vocabulary: 
 MAX_TENANTS = 64  # listed
 MAX_TRACE_BYTES = 256 << 20
 MAX_UNENDED = 1 << 16  # sequences that this router has aborted and the engine has not ended
-IDLE_MESSAGES, IDLE_S = 10_000, 1.0  # messages without output that an engine may send in so many seconds
+IDLE_MESSAGES, IDLE_S = 3000, 1.0  # messages without output that an engine may send in so many seconds
 
 _TEXTS = (
     "model",

@@ -137,7 +137,7 @@ class Fleet(Engines):
     def _leave(self, channel: EngineChannel) -> None:
         """Give an engine nothing new; its channel is closed once its streams have ended."""
         if not channel.is_leaving:
-            log.info("the engine at %s leaves: %d sequences", channel.label, channel.num_live_sequences)
+            log.info("the engine at %s leaves: %d sequences", channel.label, len(channel.sequences))
         channel.is_leaving = True
         if self._failed is not None and self._looks_again is None:
             self._part()
@@ -170,7 +170,7 @@ class Fleet(Engines):
         """Close the channels of leaving engines whose streams have ended."""
         self._looks_again = None
         leaving = [channel for channel in self.channels if channel.is_leaving]
-        idle = [channel for channel in leaving if not channel.num_live_sequences]
+        idle = [channel for channel in leaving if not len(channel.sequences)]
         for channel in idle:
             self.channels.remove(channel)
             self.chooser.forget(channel.name)

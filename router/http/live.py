@@ -181,7 +181,7 @@ class LiveFeed:
 
     async def _trace(self, channel: EngineChannel, now: float, read_at: float) -> Trace | None:
         """An engine's trace since `read_at`: empty if nothing is new in it, None if none reaches back that far."""
-        at, load, info = channel.number, channel.load, channel.info
+        at, load, info = channel.number, channel.sequences.load, channel.info
         if info is None:
             return ()
         state = (info.epoch, load.steps)
@@ -191,7 +191,7 @@ class LiveFeed:
         asked, overlap_s = time.monotonic(), self._overlap_s.get(at, OVERLAP_S)
         try:
             async with asyncio.timeout(TRACE_TIMEOUT_S):
-                parts = await channel.trace(min(asked - read_at, FIRST_S) + overlap_s)
+                parts = await channel.questions.trace(min(asked - read_at, FIRST_S) + overlap_s)
         except (Unavailable, TimeoutError):
             return None
         finally:

@@ -140,7 +140,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         with self._traces:
             for channel in list(self._fleet.channels):  # others may join meanwhile
                 if channel.is_ready:
-                    parts = await channel.trace(request.last_s if request.HasField("last_s") else None)
+                    parts = await channel.questions.trace(request.last_s if request.HasField("last_s") else None)
                     async for part in seen_trace(parts):
                         part.engine = channel.number
                         part.name = channel.name if caller().may(Right.OBSERVE) else ""
@@ -156,11 +156,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         for channel in self._fleet.channels:
             if channel.is_ready:
                 engine = load.engines.add()
-                engine.CopyFrom(channel.load)
+                engine.CopyFrom(channel.sequences.load)
                 engine.engine, engine.name = channel.number, channel.name
                 engine.kv_waste = engine.kv_slots_unused / engine.kv_slots if engine.kv_slots else 0.0
                 engine.prefix_hit_rate = engine.cached_tokens / engine.prompt_tokens if engine.prompt_tokens else 0.0
-        add_tenants(load, (channel.tenants for channel in self._fleet.ready))
+        add_tenants(load, (channel.sequences.tenants for channel in self._fleet.ready))
         return load
 
 
@@ -183,7 +183,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
     async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheResponse:
         self._fleet.pick()
-        freed = [await channel.flush_cache() for channel in self._fleet.ready]
+        freed = [await channel.questions.flush_cache() for channel in self._fleet.ready]
         return admin_pb2.FlushCacheResponse(freed_blocks=sum(freed))
 
     async def start_draining(self) -> None:

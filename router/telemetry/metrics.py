@@ -196,7 +196,7 @@ def engine_samples(
             cache = channel.info.kv_cache
             yield "cache_config_info", (engine, str(cache.block_size), str(cache.num_blocks)), 1
             yield "lora_requests_info", (engine, "0", "", ""), time.time()
-        for tenant in channel.tenants.listed if shows_tenants else ():
+        for tenant in channel.sequences.tenants.listed if shows_tenants else ():
             yield "tenant_service", (engine, tenant.name), tenant.service
             yield "tenant_sequences", (engine, tenant.name, "running"), tenant.running
             yield "tenant_sequences", (engine, tenant.name, "waiting"), tenant.waiting

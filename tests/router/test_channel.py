@@ -197,7 +197,7 @@ async def test_a_flush_whose_call_was_cancelled_leaves_the_channel_as_it_was() -
         return engine_pb2.EngineMessage(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks))
 
     async with connected() as (channel, engine):
-        given_up, wanted = asyncio.create_task(channel.flush_cache()), asyncio.create_task(channel.flush_cache())
+        given_up, wanted = (asyncio.create_task(channel.questions.flush_cache()) for _ in range(2))
         for _ in range(2):
             await engine.read()
         given_up.cancel()
@@ -303,7 +303,7 @@ async def test_an_engine_that_knows_no_pings_gets_none_and_its_hang_is_not_hidde
         began = time.monotonic()
         while not hangs:
             stream = channel.submit(submit())
-            assert channel.num_live_sequences == 1
+            assert len(channel.sequences) == 1
             await asyncio.sleep(3)
             stream.close()
         assert 60 <= hangs[0] - began <= 65

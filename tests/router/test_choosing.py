@@ -25,9 +25,9 @@ from pagoda_server.router.engines.choosing import (
     ByHash,
     ByPrefix,
 )
+from pagoda_server.router.engines.refusals import InvalidMessage
 
 INFO = control_pb2.EngineInfo(kv_cache={"num_blocks": 1000, "block_size": 16})
-from pagoda_server.router.engines.refusals import InvalidMessage
 
 
 @dataclass

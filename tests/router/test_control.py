@@ -49,10 +49,9 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         has_been_ready=is_ready or has_been_ready,
         standing=Standing(),
         info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,
-        load=control_pb2.EngineLoad(**fields),
-        tenants=engine_pb2.Tenants(),
+        sequences=SimpleNamespace(load=control_pb2.EngineLoad(**fields), tenants=engine_pb2.Tenants()),
         num_sequences=0,
-        trace=trace,
+        questions=SimpleNamespace(trace=trace),
     )
 
 
@@ -77,7 +76,7 @@ def test_load_has_an_entry_for_each_engine_that_is_ready() -> None:
     load = control(away, first, engine(running=2)).load()
     assert [(entry.engine, entry.running) for entry in load.engines] == [(1, 1), (2, 2)]
     assert [(entry.kv_waste, entry.prefix_hit_rate) for entry in load.engines] == [(0.25, 0.5), (0, 0)]
-    assert not first.load.kv_waste, "the channel's own figures stay as the engine told them"
+    assert not first.sequences.load.kv_waste, "the channel's own figures stay as the engine told them"
 
 
 async def test_server_info_has_an_entry_for_each_engine_in_whatever_state() -> None:
@@ -161,7 +160,7 @@ async def test_few_step_traces_are_taken_at_once() -> None:
         return []
 
     slow = engine()
-    slow.trace = trace
+    slow.questions.trace = trace
     servicer, request = control(slow), trace_pb2.GetStepTraceRequest()
     calls = [asyncio.create_task(servicer.GetStepTrace(request, UNUSED)) for _ in range(MAX_TRACES)]
     await asyncio.sleep(0)

@@ -27,7 +27,7 @@ class Channel:
     is_suspect: bool = False
     is_ready: bool = True
     is_leaving: bool = False
-    num_live_sequences: int = 0
+    sequences: list[int] = field(default_factory=list)
     name: str = ""
     address: str = ""
     label: str = ""
@@ -120,7 +120,7 @@ async def test_an_engine_that_joins_a_running_fleet_is_opened_and_numbered_anew(
 
 async def test_an_engine_that_leaves_gets_nothing_new_and_is_closed_once_its_streams_have_ended() -> None:
     fleet, (first, second) = joining("a:1", "b:1")
-    first.num_live_sequences = 1
+    first.sequences = [1]
     second.num_sequences = 9
     running = asyncio.create_task(fleet.run())
     await until(lambda: first.is_open)
@@ -128,7 +128,7 @@ async def test_an_engine_that_leaves_gets_nothing_new_and_is_closed_once_its_str
     assert [fleet.pick().number for _ in range(3)] == [1, 1, 1]
     await asyncio.sleep(0.3)
     assert first.is_open, "its stream runs"
-    first.num_live_sequences = 0
+    first.sequences = []
     await until(lambda: not first.is_open)
     assert [each.number for each in fleet.channels] == [1]
     running.cancel()
@@ -136,14 +136,14 @@ async def test_an_engine_that_leaves_gets_nothing_new_and_is_closed_once_its_str
 
 async def test_an_engine_that_comes_back_before_it_has_left_stays() -> None:
     fleet, (first,) = joining("a:1")
-    first.num_live_sequences = 1
+    first.sequences = [1]
     running = asyncio.create_task(fleet.run())
     await until(lambda: first.is_open)
     fleet.set_members([])
     with pytest.raises(Unavailable):
         fleet.pick()
     fleet.set_members(members("a:1"))
-    first.num_live_sequences = 0
+    first.sequences = []
     await asyncio.sleep(0.3)
     assert first.is_open
     assert fleet.pick().number == 0

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +158,8 @@ class Channel:
 
     def __init__(self) -> None:
         self.info = control_pb2.EngineInfo(epoch=1)
-        self.load = control_pb2.EngineLoad(blocks_total=8, blocks_free=8)
+        self.sequences = SimpleNamespace(load=control_pb2.EngineLoad(blocks_total=8, blocks_free=8))
+        self.questions = self
         self.asked: list[float] = []
         self.is_lost = False
 
@@ -176,7 +178,7 @@ def channel() -> Channel:
 @pytest.fixture
 def feed(channel: Channel) -> LiveFeed:
     async def load() -> control_pb2.Load:
-        told = control_pb2.Load(engines=[channel.load], requests=3)
+        told = control_pb2.Load(engines=[channel.sequences.load], requests=3)
         told.tenants.add(name="acme", share=0.75)
         told.tenants.add(name="brown", share=0.25)
         return told
@@ -200,7 +202,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def test_all_watchers_share_one_question_to_the_engine(feed: LiveFeed, channel: Channel) -> None:
-    channel.load.running = 1
+    channel.sequences.load.running = 1
     several = [asyncio.create_task(ticks(feed.watch(ANYONE), 3)) for _ in range(5)]
     told = await asyncio.gather(*several)
     assert len(channel.asked) == 3
@@ -219,14 +221,14 @@ async def test_an_idle_engine_is_asked_once_and_told_of_once_a_second(feed: Live
 async def test_an_engine_that_has_worked_since_is_asked_again(feed: LiveFeed, channel: Channel) -> None:
     watch = feed.watch(ANYONE)
     await ticks(watch, 1)
-    channel.load.steps += 1
+    channel.sequences.load.steps += 1
     task = asyncio.create_task(ticks(feed.watch(ANYONE), 2))
     await until(lambda: len(channel.asked) == 2)
     await task
 
 
 async def test_nothing_is_asked_for_when_nothing_watches(feed: LiveFeed, channel: Channel) -> None:
-    channel.load.running = 1
+    channel.sequences.load.running = 1
     watch = feed.watch(ANYONE)
     await ticks(watch, 1)
     await watch.aclose()  # type: ignore[attr-defined]
@@ -238,7 +240,7 @@ async def test_nothing_is_asked_for_when_nothing_watches(feed: LiveFeed, channel
 
 
 async def test_a_new_watcher_gets_what_was_told_before(feed: LiveFeed, channel: Channel) -> None:
-    channel.load.running = 1
+    channel.sequences.load.running = 1
     first = asyncio.create_task(ticks(feed.watch(ANYONE), 4))
     await until(lambda: len(channel.asked) == 3)
     [message] = [json.loads(await anext(feed.watch(ANYONE)))]
@@ -289,8 +291,8 @@ class SlowEngine(Channel):
             is_step = not self.engine.step().is_empty
             await asyncio.sleep(max(0.01, self.engine.now - time.monotonic()))
             self.engine.now = time.monotonic()
-            self.load.steps += is_step
-            self.load.running = len(self.engine.scheduler.running)
+            self.sequences.load.steps += is_step
+            self.sequences.load.running = len(self.engine.scheduler.running)
 
 
 @pytest.mark.parametrize("prefill_s", [0.1, 0.4, 0.9, 1.8])
@@ -301,7 +303,7 @@ async def test_each_request_has_its_time_to_first_token_however_long_a_step_take
     channel = SlowEngine(prefill_s)
 
     async def load() -> control_pb2.Load:
-        return control_pb2.Load(engines=[channel.load])
+        return control_pb2.Load(engines=[channel.sequences.load])
 
     found: list[dict[str, Any]] = []
 

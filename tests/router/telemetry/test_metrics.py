@@ -115,17 +115,15 @@ def counting(*tallies: Tally) -> Observers:
 def engine(is_ready: bool = True, **load: float) -> Any:
     fields: dict[str, Any] = load
     cache = control_pb2.KvCacheInfo(block_size=16, num_blocks=100)
+    ann = control_pb2.TenantLoad(name="ann", running=2, service=70, recent_service=70)
+    tenants = engine_pb2.Tenants(listed=[ann], count=1, recent_service=70)
     return SimpleNamespace(
         is_ready=is_ready,
         takes_requests=is_ready,
         info=control_pb2.EngineInfo(kv_cache=cache) if is_ready else None,
         standing=SimpleNamespace(refusals={"weights": 2}),
-        load=control_pb2.EngineLoad(**fields),
-        tenants=engine_pb2.Tenants(
-            listed=[control_pb2.TenantLoad(name="ann", running=2, service=70, recent_service=70)], count=1,
-            recent_service=70,
-        ),
-    )  # fmt: skip
+        sequences=SimpleNamespace(load=control_pb2.EngineLoad(**fields), tenants=tenants),
+    )
 
 
 def page_of_engines(*engines: Any, shows_tenants: bool = True) -> Samples:
@@ -367,7 +365,7 @@ def test_engines_are_told_as_of_their_last_step() -> None:
 def test_counts_of_an_engine_start_over_when_it_does() -> None:
     channel = engine(output_tokens=500)
     assert page_of_engines(channel)("vllm:generation_tokens_total", engine="0") == 500
-    channel.load = control_pb2.EngineLoad(output_tokens=1)
+    channel.sequences.load = control_pb2.EngineLoad(output_tokens=1)
     assert page_of_engines(channel)("vllm:generation_tokens_total", engine="0") == 1
 
 
