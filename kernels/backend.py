@@ -147,6 +147,10 @@ class Backend:
             return False
         return self.weights == "groups" or self.weights == ("fp8" if form.is_float else "int4")
 
+    def looks_up(self, form: GroupedFormat | None) -> bool:
+        """Whether `embedding` takes a table of this format that is not the head too, where weights lose bits at all."""
+        return form is not None and self.weights != UNQUANTIZED and self.multiplies(form)
+
     def place(self, out_size: int, in_size: int) -> PackedInt8 | None:
         """Where a product's weight gets this backend's format while it is read; None: `linear` takes it whole."""
         return PackedInt8.allocate(out_size, in_size) if self.packs_rows and self.weights in ("int8", "int4") else None

@@ -338,8 +338,11 @@ class Weights:
         return self._tensors.has(rows.tensor_name("weight"))
 
     def table(self, rows: Rows, in_size: int, is_multiplied: bool) -> Weight:
-        """A matrix [size, in_size], in groups if the backend keeps that. `is_multiplied`: it is the head, too."""
-        if (form := self._kept(rows)) or is_multiplied:
+        """A matrix [size, in_size], in groups if the backend takes that. `is_multiplied`: it is the head, too."""
+        if is_multiplied:
+            return self._together([rows], in_size, self._kept(rows))
+        form = self._tensors.format_of(rows.tensor_name("weight"))
+        if self.ops.looks_up(form):
             return self._together([rows], in_size, form)
         return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 

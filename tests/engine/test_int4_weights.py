@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagoda_server.checkpoints.dequantized import write_dequantized
+from pagoda_server.checkpoints.folder import GGUF
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.checkpoints.weight_files import open_weights
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
 from pagoda_server.engine.models.config import Names
-from pagoda_server.engine.models.weights import Checkpoint, Rows
+from pagoda_server.engine.models.weights import Checkpoint, Rows, Weights
 from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype, load_for_serving
 from pagoda_server.kernels import (
     INT4,
@@ -55,6 +56,26 @@ from tests.engine.tiny_models import (
 
 CPU = torch.device("cpu")
 VALUE_PROJECTION = "model.layers.1.self_attn.v_proj.weight"
+
+
+def test_an_embedding_stays_in_groups_where_products_are_in_another_format(tmp_path: Path) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=False)
+    model.kinds["token_embd.weight"] = Kind.Q5_0
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    import_gguf(model.write(folder / GGUF), folder, no_progress)
+    weights = Weights(Checkpoint(folder), load_backend("reference", "int8-weight"), CPU, torch.bfloat16)
+    rows = Rows("model.embed_tokens", 264)
+    table = weights.table(rows, 64, is_multiplied=False)
+    assert isinstance(table, GroupedWeight)
+    stored = open_weights(folder)["model.embed_tokens.weight"]
+    assert weights.num_bytes == table.nbytes < 2 * stored.shape[0] * stored.shape[1]
+    ids = torch.tensor([263, 0, 5])
+    found = weights.ops.embedding(table, None, torch.float32)(ids)
+    assert torch.equal(found, torch.from_numpy(stored.whole(slice(None)))[ids])
+    assert isinstance(weights.table(rows, 64, is_multiplied=True), Tensor)
+    unquantized = Weights(Checkpoint(folder), load_backend("reference", UNQUANTIZED), CPU, torch.bfloat16)
+    assert isinstance(unquantized.table(rows, 64, is_multiplied=False), Tensor)
 
 
 def reference_int4() -> Backend:
