@@ -9,7 +9,7 @@ from pathlib import Path
 from . import synthetic
 from .cache import Cache
 from .files import MANIFEST, read_manifest
-from .folder import CheckpointError, check_folder, read_json_object
+from .folder import CheckpointError, check_folder, model_type_of
 from .gguf_import import check_linked, obtain_gguf_model, read_origin
 from .hub import HubModel, HubName, all_downloaded, downloaded, obtain_hub_model, remove_hub_model
 from .package_models import PACKAGE_MODELS, SMOLLM2, Terms, accept, has_accepted, obtain_package_model
@@ -159,7 +159,7 @@ def _describe(name: str, cache: Cache) -> AvailableModel:
     origin = read_origin(folder)
     return AvailableModel(
         name,
-        str(read_json_object(folder / "config.json")["model_type"]),
+        model_type_of(folder),
         origin.format,
         origin.parameters,
         folder=folder,
@@ -172,7 +172,7 @@ def _describe_downloaded(model: HubModel) -> AvailableModel:
     files = [model.path] if model.path.is_file() else [each for each in model.path.iterdir() if each.is_file()]
     family, form = "", "GGUF"
     if model.path.is_dir():
-        family, form = str(read_json_object(model.path / "config.json").get("model_type", "")), "safetensors"
+        family, form = model_type_of(model.path), "safetensors"
     size_bytes = sum(each.stat().st_size for each in files)
     imported_s = max(each.stat().st_mtime for each in files)
     return AvailableModel(model.name, family, form, None, model.path, size_bytes, imported_s)

@@ -26,6 +26,7 @@ MAX_SIZES = {
     "head_dim": 1 << 16,
     "max_position_embeddings": (1 << 31) - 1,
     "sliding_window": (1 << 31) - 1,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 1 << 20),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 1 << 12),
 }
 
@@ -145,7 +146,7 @@ class ConfigFile:
     def layers(self, name: str, num_layers: int) -> set[int]:
         """The numbers of layers in a list; none if the file does not say."""
         value = self._get(name) or []
-        if not isinstance(value, list) or not set(map(str, value)) <= set(map(str, range(num_layers))):
+        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < num_layers for item in value):
             raise self.error(name, f"must be a list of layers below {num_layers}, not {shown(value)}")
         return set(value)
 

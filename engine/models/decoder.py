@@ -317,7 +317,8 @@ class ExpertMLP:
         if names.correction:
             shape = *names.correction_shape, count
             self._correction = weights.numbers(f"{name}.{names.correction}", *shape).flatten()
-        parts = [_expert_rows(weights, name, config, experts, each) for each in range(count)]
+        in_turn = torch.arange(2 * experts.ffn_size).view(-1, 2).T.flatten() if names.is_transposed else None
+        parts = [_expert_rows(weights, name, config, experts, each, in_turn) for each in range(count)]
         limit = experts.limit
         use = Use(Activation("clamped_silu", parameters=(limit,)) if limit else Activation(config.activation))
         self._experts = weights.experts(parts, hidden, experts.ffn_size, experts.has_bias, use)
@@ -335,12 +336,16 @@ class ExpertMLP:
         return self._experts(x, routes, shared, gates)
 
 
-def _expert_rows(weights: Weights, layer: str, config: ModelConfig, experts: ExpertLayers, number: int) -> ExpertRows:
-    """An expert's own tensors, or its parts of those of all experts."""
+def _expert_rows(
+    weights: Weights, layer: str, config: ModelConfig, experts: ExpertLayers, number: int, in_turn: Tensor | None
+) -> ExpertRows:
+    """An expert's own tensors, or its parts of those of all experts.
+
+    in_turn  the order of gate and up where their rows lie in turn; all experts share it, as it can be large
+    """
     names, hidden, ffn, factor = experts.names, config.hidden_size, experts.ffn_size, config.residual_scale
     whole = Rows("", 0, expert=number, is_bare=not names.has_suffix, is_transposed=names.is_transposed)
-    order = torch.arange(2 * ffn).view(ffn, 2).T.flatten() if names.is_transposed else None
-    fused = replace(whole, name=f"{layer}.{names.fused_gate_up}", size=2 * ffn, order=order)
+    fused = replace(whole, name=f"{layer}.{names.fused_gate_up}", size=2 * ffn, order=in_turn)
     if weights.has(fused):
         return ExpertRows([fused], replace(whole, name=f"{layer}.{names.fused_down}", size=hidden, factor=factor))
     gate_up = [Rows(f"{layer}.{name.format(number)}", ffn) for name in (names.gate, names.up)]

@@ -123,6 +123,15 @@ def test_the_list_shows_imported_models_and_those_that_first_use_imports(own_cac
     assert replace(imported, imported_s=None) == expected
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b'"\xff"'])
+def test_a_model_with_a_damaged_config_is_one_line_of_the_list(content: bytes, own_cache: Path, tmp_path: Path) -> None:
+    folder = resolve(str(tiny_model("qwen2").write(tmp_path / "tiny.gguf")))
+    config = folder / "config.json"
+    config.write_bytes(content.ljust(config.stat().st_size))
+    listed = list_models()[-1]
+    assert (listed.name, listed.family) == (folder.name, "damaged config.json")
+
+
 def test_a_local_folder_is_used_where_it_lies(own_cache: Path, tmp_path: Path) -> None:
     folder = local_folder(own_cache, tmp_path)
     assert resolve(str(folder)) == folder

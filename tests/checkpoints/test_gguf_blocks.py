@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from pagoda_server.checkpoints import CheckpointError
+from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.checkpoints.gguf_blocks import READERS
 from pagoda_server.checkpoints.gguf_file import TENSOR_TYPES, GgufFile
+from pagoda_server.checkpoints.safetensors_file import open_safetensors
 
 SIZES = {name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()}
 # Where the float16 numbers of a block are.
@@ -65,6 +67,17 @@ def test_codes_of_fewer_bits_stay_in_their_range() -> None:
         values = READERS[kind].read(random_blocks(kind)).values
         assert values.dtype == np.int8
         assert (values.min(), values.max()) == (low, high)
+
+
+def test_a_header_or_a_json_file_that_would_fill_memory_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    header = b'{"a": [' + b"[]," * (6 << 20) + b"0]}"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=f"its header has {len(header)} bytes"):
+        open_safetensors(path)
+    (tmp_path / "config.json").write_bytes(header)
+    with pytest.raises(ValueError, match="has more than 16777216 bytes, the limit"):
+        read_json_object(tmp_path / "config.json")
 
 
 def test_a_header_that_lies_about_its_length_is_refused_at_once(tmp_path: Path) -> None:

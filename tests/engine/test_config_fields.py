@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GptOssConfig, Qwen3MoeConfig
 
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import read_config
@@ -306,6 +307,21 @@ def test_a_theta_for_each_layer_must_give_frequencies(thetas: Any, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"config\.json: (layer_rope_theta must|the parameters of default RoPE give)"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("dense", [["0"], [0.0], [True], [-1], [99], "0", {"0": 1}])
+def test_dense_layers_are_whole_numbers_of_layers(dense: Any, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[0], architectures=["Qwen3MoeForCausalLM"]).to_dict()
+    assert read_config(write_config(tmp_path, config)).experts is not None
+    with pytest.raises(ConfigError, match=r"config\.json: mlp_only_layers must be a list of layers below 4, not "):
+        read_config(write_config(tmp_path, config | {"mlp_only_layers": dense}))
+
+
+@pytest.mark.parametrize("field", ["intermediate_size", "num_local_experts"])
+def test_experts_that_no_memory_holds_are_refused_by_their_size(field: str, tmp_path: Path) -> None:
+    config = GptOssConfig(architectures=["GptOssForCausalLM"]).to_dict()
+    with pytest.raises(ConfigError, match=rf"config\.json: {field} is 16777216, at most "):
+        read_config(write_config(tmp_path, config | {field: 1 << 24}))
 
 
 @pytest.mark.parametrize("alpha", [-3.0, "x", 1e308, float("nan"), [2.0]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,6 +57,18 @@ from tests.engine.tiny_models import (
 
 CPU = torch.device("cpu")
 VALUE_PROJECTION = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list what is mapped")
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_nothing_of_a_file_is_mapped_once_it_is_loaded(quantization: Quantization, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    import_gguf(tiny_model("qwen2").write(folder / GGUF), folder, no_progress)
+    model = load_for_serving(EngineConfig(model=str(folder), quantization=quantization), CPU)
+    gc.collect()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert model.model.weight_bytes
 
 
 def test_an_embedding_stays_in_groups_where_products_are_in_another_format(tmp_path: Path) -> None:
