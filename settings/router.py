@@ -87,6 +87,18 @@ def _check_origins(origins: str) -> None:
             )
 
 
+def named_models(models: str | None) -> list[tuple[str, str]]:
+    """The models of --also-serve, each with the name that it is given; empty: its own."""
+    entries = (each if "=" in each else f"={each}" for each in names_in(models))
+    return [(name, model) for name, _, model in (each.partition("=") for each in entries)]
+
+
+def _check_models(models: str) -> None:
+    parts = [part for each in names_in(models) for part in each.split("=", 1)]
+    if not (models.isprintable() and all(parts)):
+        raise ValueError(f"must be MODEL or NAME=MODEL, separated by commas, not {models!r}")
+
+
 def _check_engine(engine: str) -> None:
     if engine == SPAWN:
         return
@@ -109,6 +121,12 @@ class RouterSettings(CommonSettings):
     served_model_name: str | None = setting(
         None, "Name that clients call the model by.", check=_check_name, shown_default="its own, or its folder's"
     )
+    also_serve: str | None = setting(
+        None,
+        "More models that engines of --engine have, separated by commas: each as for --model, with the name that "
+        "clients call it by before it if it is not its own: NAME=MODEL. Requests that name no model get --model.",
+        check=_check_models, is_private=True,
+    )  # fmt: skip
     tool_format: ToolFormatName = setting(
         "auto",
         "How the model writes tool calls. auto finds it in the chat template; none leaves calls in the text.",
@@ -304,6 +322,8 @@ class ServeConfig(RouterSettings, EngineSettings):
     def check_engine_is_ours(self) -> None:
         """Raise SettingError for settings without effect: a spawned engine's if there is none, and the reverse."""
         if self.engine == SPAWN:
+            if self.also_serve is not None:
+                raise SettingError("--also-serve needs --engine: an engine that is spawned here has --model alone")
             if self.guards_of_channel:
                 options = ", ".join(self.guards_of_channel)
                 raise SettingError(f"{options}: only for engines at HOST:PORT; a spawned one has a private address")

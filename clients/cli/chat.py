@@ -42,6 +42,7 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 @with_sampling_options
 def chat(
     sampling: GenerateOptions,
+    model: Annotated[str, typer.Option(help="Name of the model, where the server has several.")] = "",
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     tools: Annotated[
         Path | None,
@@ -60,7 +61,7 @@ def chat(
 ) -> None:
     """Hold a conversation in the terminal."""
     offered = None if tools is None else _read_tools(tools)
-    options: GenerateOptions = {**sampling, "max_tokens": max_tokens, "tools": offered}
+    options: GenerateOptions = {**sampling, "model": model or None, "max_tokens": max_tokens, "tools": offered}
     with errors_reported(address):
         converse(partial(connect, address, token, tls, tls_ca, tenant=tenant), address, system, options)
 
@@ -75,7 +76,7 @@ def converse(connection: Callable[[], AsyncClient], address: str, system: str | 
 
     async def model_name() -> str:
         async with connection() as client:
-            return (await client.models())[0].name
+            return options.get("model") or (await client.models())[0].name
 
     console.print(f"[bold]{asyncio.run(model_name())}[/] at {address}. {HELP}.", highlight=False)
     Conversation(connection, console, system, options).run()

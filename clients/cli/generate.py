@@ -38,6 +38,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
     ] = False,
+    model: Annotated[str, typer.Option(help="Name of the model, where the server has several.")] = "",
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,
@@ -72,6 +73,7 @@ def generate(
     text = read_standard_input() if prompt == "-" else prompt
     options: GenerateOptions = {
         **sampling,
+        "model": model or None,
         "max_tokens": max_tokens,
         "stop": stop,
         "bad_words": bad_word,

@@ -62,6 +62,8 @@ def info_table(info: control_pb2.ServerInfo) -> Table:
         at = f" {status.name or status.engine}" if len(info.engines) > 1 else ""
         state = control_pb2.EngineState.Name(status.state).removeprefix("ENGINE_STATE_").lower()
         rows[f"engine{at}"] = f"{state}, restarted {status.restarts} times" if status.restarts else state
+        if status.model not in ("", info.model):
+            rows[f"model{at}"] = status.model
         if status.HasField("info"):
             rows |= {f"{name}{at}": value for name, value in _engine_rows(status.info).items()}
     return _table(rows)

@@ -82,7 +82,9 @@ def _header(board: Board, width: int) -> Text:
     glyph, style = SERVER_STATES.get(state, FAILED)
     if board.problem:
         glyph, style, state = *FAILED, "away"
-    left = Text.assemble(("Pagoda", "bold"), " ", (_clean(info.model), "bold cyan"), "  ", (f"{glyph} {state}", style))
+    models = dict.fromkeys((info.model, *(engine.model for engine in info.engines if engine.model)))
+    names = _clean(", ".join(models))
+    left = Text.assemble(("Pagoda", "bold"), " ", (names, "bold cyan"), "  ", (f"{glyph} {state}", style))
     facts = [f"up {_age(board.uptime_s)}", board.address, f"version {info.version}"]
     while facts and cell_len(right := " · ".join(facts)) + left.cell_len + 2 > width:
         facts.pop()

@@ -53,7 +53,8 @@ class EngineChannel:
     name, number    of the engine in what clients see; the name is its address unless it has one of its own
     hang_timeout_s  an engine whose loop answers nothing for this long counts as dead
     patience_s      how long an engine may be absent before the log says so
-    check           checks what the engine reports of itself; raises WrongEngine, or an error that ends `run`
+    check           checks what the engine reports of itself, and returns the name of its model; raises WrongEngine,
+                    or an error that ends `run`
     admit           waits until the engine may become ready, or raises WrongEngine
     on_change       called when the engine becomes ready and when it is lost
     on_hang         called when the engine hangs, so that its supervisor can kill it
@@ -70,7 +71,7 @@ class EngineChannel:
         number: int = 0,
         hang_timeout_s: float,
         patience_s: float = math.inf,
-        check: Callable[[control_pb2.EngineInfo], None] = lambda info: None,
+        check: Callable[[control_pb2.EngineInfo], str] = lambda info: "",
         admit: Callable[[EngineChannel], Awaitable[None]] | None = None,
         on_change: Callable[[], Awaitable[None]],
         on_hang: Callable[[], None] = lambda: None,
@@ -84,6 +85,7 @@ class EngineChannel:
         self.is_leaving = False  # it gets nothing new, and is closed once its streams have ended
         self.says_goodbye = False  # it is going to end
         self.info: control_pb2.EngineInfo | None = None
+        self.model = ""  # the name of the one that the engine has, as of its last hello
         self.has_been_ready = False
         self.identity: Identity | None = None  # that of the engine which was about to be ready last
         self.identified_at = -math.inf
@@ -321,7 +323,9 @@ class EngineChannel:
                         if hello and not self.is_ready:
                             await self._become_ready(hello)
                     case "hello":
-                        self._check(message.hello)
+                        model = self._check(message.hello)
+                        if model != self.model:
+                            self.model, self.identity = model, None
                         self._offers_cache = message.follows_cache
                         self.cached = None
                         hello, self._answers_pings = message.hello, message.answers_pings

@@ -5,7 +5,6 @@ A rule sees engines that may have the request: they are ready, and not late unle
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -115,7 +114,7 @@ class Chooser(ABC):
     def __init__(self) -> None:
         self.choices: Counter[tuple[str, str]] = Counter()
         self.predicted: Counter[str] = Counter()
-        self._turns = itertools.count()
+        self._turns: Counter[str] = Counter()  # by the first engine: those of another model have turns of their own
 
     @abstractmethod
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
@@ -133,11 +132,14 @@ class Chooser(ABC):
         """Choose an engine of those with the fewest sequences: the next in turn."""
         fewest = min(engine.num_sequences for engine in engines)
         found = [engine for engine in engines if engine.num_sequences == fewest]
-        return self.chosen(found[next(self._turns) % len(found)], "load")
+        turn = self._turns[engines[0].name]
+        self._turns[engines[0].name] += 1
+        return self.chosen(found[turn % len(found)], "load")
 
     def forget(self, name: str) -> None:
         """Drop what was counted of an engine that has left."""
         self.predicted.pop(name, None)
+        self._turns.pop(name, None)
         for key in [key for key in self.choices if key[0] == name]:
             del self.choices[key]
 

@@ -41,6 +41,8 @@ class Engines(ABC):
     def __init__(self, chooser: Chooser) -> None:
         self.chooser = chooser
 
+    _absence = "the engine is loading or being restarted"
+
     @property
     @abstractmethod
     def channels(self) -> Sequence[EngineChannel]:
@@ -55,7 +57,7 @@ class Engines(ABC):
         """Why no engine can be picked now; None: one is ready."""
         if self.ready:
             return None
-        return Unavailable("the engine is loading or being restarted", retry_after_s=self.retry_after_s)
+        return Unavailable(self._absence, retry_after_s=self.retry_after_s)
 
     @property
     def retry_after_s(self) -> float | None:
@@ -87,18 +89,32 @@ class Engines(ABC):
         candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
         return candidates[0] if len(candidates) == 1 else self.chooser.choose(candidates, asked)
 
+    def follow_caches(self) -> None:
+        """Have the engines report what their prefix caches hold, if that decides which one gets a request."""
+        if self.chooser.follows_caches and len(channels := self.channels) > 1:
+            for each in channels:
+                each.follow_cache()
+
 
 class Fleet(Engines):
     """The channels to all engines, which join and leave. Where a router serves one model, they are its engines."""
 
-    def __init__(self, connect: Callable[[Member, int], EngineChannel], chooser: Chooser | None = None) -> None:
+    def __init__(
+        self,
+        connect: Callable[[Member, int], EngineChannel],
+        chooser: Chooser | None = None,
+        *,
+        has_one_model: bool = True,
+    ) -> None:
         """
-        connect  makes the channel to a member; the number is its place among all that have ever joined
-        chooser  None: LeastLoaded
+        connect        makes the channel to a member; the number is its place among all that have ever joined
+        chooser        None: LeastLoaded
+        has_one_model  otherwise there are EnginesOf each model
         """
         super().__init__(chooser or LeastLoaded())
         self._channels: list[EngineChannel] = []
         self._connect = connect
+        self._has_one_model = has_one_model
         self._numbers = itertools.count()
         self._looks_again: asyncio.TimerHandle | None = None
         self._tasks: dict[EngineChannel, asyncio.Task[None]] = {}
@@ -127,9 +143,8 @@ class Fleet(Engines):
     def join(self, member: Member) -> None:
         channel = self._connect(member, next(self._numbers))
         self.channels.append(channel)
-        if self.chooser.follows_caches and len(self.channels) > 1:
-            for each in self.channels:
-                each.follow_cache()
+        if self._has_one_model:
+            self.follow_caches()
         if self._failed is not None:
             log.info("the engine at %s joins", channel.label)
             self._start(channel)
@@ -177,3 +192,17 @@ class Fleet(Engines):
             self._tasks.pop(channel).cancel()
         if len(idle) < len(leaving):
             self._looks_again = asyncio.get_running_loop().call_later(LOOKS_AGAIN_S, self._part)
+
+
+class EnginesOf(Engines):
+    """The engines of a fleet that have one of its models."""
+
+    def __init__(self, fleet: Fleet, model: str) -> None:
+        super().__init__(fleet.chooser)
+        self._fleet = fleet
+        self._model = model
+        self._absence = f"no engine that has the model {model} is ready"
+
+    @property
+    def channels(self) -> list[EngineChannel]:
+        return [channel for channel in self._fleet.channels if channel.model == self._model]

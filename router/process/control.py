@@ -32,10 +32,14 @@ MAX_TENANTS_LISTED = 64
 
 
 class ServingState:
-    """Whether this router can serve: an engine is ready, and the router is not draining."""
+    """Whether this router can serve: an engine is ready, and the router is not draining.
 
-    def __init__(self, fleet: Fleet, admission: Admission) -> None:
+    models  with several, health is also that of each, as `pagoda.v1.Inference/NAME`
+    """
+
+    def __init__(self, fleet: Fleet, admission: Admission, models: ServedModels) -> None:
         self.health = health.aio.HealthServicer()
+        self._models = models
         self._fleet = fleet
         self._admission = admission
 
@@ -56,6 +60,9 @@ class ServingState:
         is_serving = self.state == control_pb2.SERVER_STATE_SERVING
         for service in INFERENCE_SERVICES:
             await self.health.set(service, serving if is_serving else not_serving)
+        for model in self._models if len(self._models) > 1 else ():
+            has_engine = is_serving and bool(model.engines.ready)
+            await self.health.set(f"{INFERENCE_SERVICES[1]}/{model.name}", serving if has_engine else not_serving)
         for service in OTHER_SERVICES:
             await self.health.set(service, serving)
 
@@ -230,9 +237,10 @@ def _described(model: ServedModel) -> control_pb2.ModelInfo:
     capabilities += [control_pb2.CAPABILITY_EMBED, control_pb2.CAPABILITY_SCORE]
     return control_pb2.ModelInfo(
         name=model.name,
+        ready=bool(model.engines.ready),
         architecture=model.architecture,
         vocab_size=limits.vocab_size,
-        max_model_len=limits.max_model_len,
+        max_model_len=limits.max_model_len if model.architecture else 0,
         eos_token_ids=tokenizer.eos_token_ids,
         capabilities=capabilities,
         template_kwargs=template.kwargs if template is not None else (),
@@ -257,6 +265,7 @@ def _status(channel: EngineChannel, restarts: int) -> control_pb2.EngineStatus:
     return control_pb2.EngineStatus(
         engine=channel.number,
         name=channel.name,
+        model=channel.model,
         state=state,
         restarts=restarts,
         info=channel.info,

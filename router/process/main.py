@@ -17,11 +17,10 @@ from ...runtime.channel_trust import ChannelTrust, TrustError
 from ...runtime.followed import wait_until_read
 from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
-from ...settings.router import SPAWN
+from ...settings.router import SPAWN, named_models
 from ..engines.handshake import channel_trust
 from ..errors import ConfigError
 from ..tenants.identity import read_tenants
-from ..text.tokenizer import Tokenizer
 from .call_guard import GRPC_LOGGER, is_worth_logging
 from .public_port import check_exposure
 from .router import Router, import_traces
@@ -51,18 +50,24 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
         model = find_model(config.model, progress or PrintedProgress())
         hold(model.folder)
         named = replace(config, served_model_name=config.served_model_name or model.name)
+        folders = {named.served_model_name or model.name: model.folder}
+        for name, wanted in named_models(config.also_serve):
+            other = find_model(wanted, progress or PrintedProgress())
+            hold(other.folder)
+            if (called := name or other.name) in folders:
+                raise ConfigError(f"--also-serve: two models are called {called}: give one another name, NAME={wanted}")
+            folders[called] = other.folder
         if config.workers > 1:
-            event_loop.run(Workers(named, model.folder).run())
+            event_loop.run(Workers(named, folders).run())
         else:
             with spawned_engine(named, model.folder) as engine:
-                _run(Router(named, model.folder, Tokenizer(model.folder), engine))
+                _run(Router(named, folders, engine))
 
     return _exit_code_of(run, config)
 
 
 def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
     """Serve as one of several routers on a port, until SIGTERM or the parent's death. Returns the exit code."""
-    folder = Path(config.folder)
 
     def run() -> None:
         if config.serve.tenants_file:
@@ -70,9 +75,8 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
             wait_until_read("its tenants", [tenants], partial(read_tenants, tenants), ConfigError, log)
         trust = ChannelTrust(config.serve, is_engine=False)
         wait_until_read(trust.name, trust.paths, trust.read, TrustError, log)
-        _run(
-            Router(config.serve, folder, Tokenizer(folder), None, parent, config.index, config.sockets, config.spawned)
-        )
+        folders = {name: Path(folder) for name, folder in config.folders.items()}
+        _run(Router(config.serve, folders, None, parent, config.index, config.sockets, config.spawned))
 
     return _exit_code_of(run, config.serve)
 

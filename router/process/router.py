@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,10 @@ from ..adapters.kserve import GrpcInferenceService
 from ..adapters.translation import Adapter
 from ..adapters.vllm import VllmEngine
 from ..answers.formats import format_of
+from ..engines.assignment import model_of, signatures
 from ..engines.channel import EngineChannel
 from ..engines.choosing import RULES
-from ..engines.fleet import Engines, Fleet, Member
+from ..engines.fleet import Engines, EnginesOf, Fleet, Member
 from ..engines.group import SETTLES_S, EngineGroup
 from ..engines.handshake import channel_trust
 from ..engines.membership import membership
@@ -107,6 +108,7 @@ class Router:
     """The parts of a router and the order in which they start and stop.
 
     config   its served_model_name is set
+    folders  those of the models, by name; the first one's is --model's
     engine   the engine that this process has started, if it has
     parent   with several routers: the link to the process that started this one
     index    with several routers: this one's number
@@ -117,8 +119,7 @@ class Router:
     def __init__(
         self,
         config: ServeConfig,
-        folder: Path,
-        tokenizer: Tokenizer,
+        folders: Mapping[str, Path],
         engine: SpawnedEngine | None = None,
         parent: ParentLink | None = None,
         index: int = 0,
@@ -126,9 +127,13 @@ class Router:
         spawned: str | None = None,
     ) -> None:
         self._config = config
-        self._name = config.served_model_name or folder.name
-        self._folder = folder
-        self._tokenizer = tokenizer
+        self._folders = folders
+        self._tokenizers = {name: Tokenizer(folder) for name, folder in folders.items()}
+        self._signatures = signatures(
+            [(name, folder, self._tokenizers[name].fingerprint) for name, folder in folders.items()]
+        )
+        self._name = next(iter(folders))  # of the model of requests that name none
+        self._only_name = self._name if len(folders) == 1 else ""
         self._index = index
         self._sockets = sockets
         self._spawned = engine.address if engine else spawned
@@ -164,23 +169,31 @@ class Router:
         self._stop_on_signals()
         if self._tenants:
             self._tenants.load()
-        with contextlib.closing(self._tokenizer):
+        with contextlib.ExitStack() as stack:
+            for tokenizer in self._tokenizers.values():
+                stack.enter_context(contextlib.closing(tokenizer))
             self._observers.on_refusal.append(lambda method, error: self._wakeups.give_way())
-            self._fleet = Fleet(self._connect, RULES[self._config.choose]())
-            self._models = ServedModels([self._served(self._name, self._folder, self._tokenizer, self._fleet)])
-            self._failover = Failover(continues=self._config.failover, wait_s=self._config.failover_wait_s)
-            self._engine_group = EngineGroup(
-                lambda: self._fleet.channels,
-                mixes=self._config.mixed_engines,
-                settles_s=min(SETTLES_S, self._config.hang_timeout_s / 4),
+            has_one = len(self._folders) == 1
+            self._fleet = fleet = Fleet(self._connect, RULES[self._config.choose](), has_one_model=has_one)
+            self._models = ServedModels(
+                [self._served(name, fleet if has_one else EnginesOf(fleet, name)) for name in self._folders]
             )
+            self._failover = Failover(continues=self._config.failover, wait_s=self._config.failover_wait_s)
+            self._engine_groups = {
+                name: EngineGroup(
+                    partial(self._may_have, name),
+                    mixes=self._config.mixed_engines,
+                    settles_s=min(SETTLES_S, self._config.hang_timeout_s / 4),
+                )
+                for name in self._folders
+            }
             members = membership(f"0={self._spawned}" if self._spawned else self._config.engine, self._fleet)
             members.load()
-            self._state = ServingState(self._fleet, self._admission)
+            self._state = ServingState(self._fleet, self._admission, self._models)
             if self._config.http:
                 from ..telemetry.metrics import Tally
 
-                self._tally = Tally(self._fleet, self._admission, self._failover, self._index)
+                self._tally = Tally(self._fleet, self._admission, self._failover, self._index, self._only_name)
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
             server = await self._start_server()
@@ -215,7 +228,7 @@ class Router:
             hang_timeout_s=self._config.hang_timeout_s,
             patience_s=math.inf if self._is_engine_ours else PATIENCE_S,
             check=partial(self._check_engine, member.address),
-            admit=self._engine_group.admit,
+            admit=lambda channel: self._engine_groups[channel.model].admit(channel),
             on_change=self._on_engine_change,
             on_hang=self._keeper.kill if self._keeper else lambda: None,
             is_supervised=self._is_engine_ours,
@@ -226,7 +239,9 @@ class Router:
     async def _start_server(self) -> grpc.aio.Server:
         config = self._config
         max_bytes = max_message_bytes(
-            config.max_text_bytes, config.max_model_len or longest_context(self._folder), self._tokenizer.vocab_size
+            config.max_text_bytes,
+            config.max_model_len or max(map(longest_context, self._folders.values())),
+            max(tokenizer.vocab_size for tokenizer in self._tokenizers.values()),
         )
         messages = Messages(max_bytes, config.stall_timeout_s)
         self._inference = self._make_inference(messages)
@@ -278,9 +293,9 @@ class Router:
         self._announcer.starts(self._port.address, self._http.url if self._http else "")
         return server
 
-    def _served(self, name: str, folder: Path, tokenizer: Tokenizer, engines: Engines) -> ServedModel:
+    def _served(self, name: str, engines: Engines) -> ServedModel:
         """A model with the limits that hold until an engine reports its own."""
-        config = self._config
+        config, folder, tokenizer = self._config, self._folders[name], self._tokenizers[name]
         template = tokenizer.chat_template.source if tokenizer.chat_template else None
         format = format_of(template, config.tool_format, config.reasoning_format)
         recommended = inference_pb2.Sampling()
@@ -341,7 +356,7 @@ class Router:
                 control=control,
                 admin=admin,
                 state=lambda: self._state.state,
-                folder=self._folder,
+                folder=self._folders[self._name],
                 stall_timeout_s=stall_timeout_s,
             ),
             GrpcInferenceService(
@@ -358,9 +373,9 @@ class Router:
 
         assert self._tally is not None, "there is one with --http"
         load = self._group.control.current_load if self._group else self._control.current_load
-        shown = Metrics(self._name, self._tally, self._known_of_engines, self._other_tallies)
+        shown = Metrics(self._only_name, self._fleet, self._tally, self._known_of_engines, self._other_tallies)
         is_resumable = self._config.resume_s > 0
-        about = {"model": self._name, "version": installed_version(), "resumable": is_resumable}
+        about = {"models": [*self._folders], "version": installed_version(), "resumable": is_resumable}
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
             *openai.routes(self._inference, max_bytes),
@@ -402,8 +417,12 @@ class Router:
         """Whether this process or its parent supervises the engine."""
         return self._config.engine == SPAWN
 
-    def _check_engine(self, address: str, info: control_pb2.EngineInfo) -> None:
-        """Refuse an engine with another tokenizer.
+    def _may_have(self, model: str) -> list[EngineChannel]:
+        """The engines that have a model, or may turn out to."""
+        return [channel for channel in self._fleet.channels if channel.model in (model, "")]
+
+    def _check_engine(self, address: str, info: control_pb2.EngineInfo) -> str:
+        """The name of the model that an engine has. Refuse an engine that has another one.
 
         Raises ConfigError if there can be no other engine and none has served yet, else WrongEngine.
         """
@@ -411,12 +430,12 @@ class Router:
             _weights_of_tenants([info])
         except ValueError:
             raise WrongEngine("protocol", "it has invalid weights of tenants") from None
-        if info.tokenizer_sha256 == self._tokenizer.fingerprint:
-            return
-        fault = f"serves {info.model} with another tokenizer"
-        if self._config.has_one_engine and not self._has_served:
-            raise ConfigError(f"the engine at {address} {fault}")
-        raise WrongEngine("tokenizer", f"it {fault}")
+        try:
+            return model_of(info, self._signatures)
+        except WrongEngine as error:
+            if self._config.has_one_engine and not self._has_served:
+                raise ConfigError(f"the engine at {address} {str(error).removeprefix('it ')}") from None
+            raise
 
     async def _on_engine_change(self) -> None:
         if infos := [channel.info for channel in self._fleet.ready if channel.info]:
@@ -424,6 +443,8 @@ class Router:
             if self._keeper:
                 self._keeper.mark_ready()
             for model in self._models:
+                if len(self._models) > 1:
+                    model.engines.follow_caches()
                 model.adopt([channel.info for channel in model.engines.ready if channel.info])
             self._share(infos)
             self._announcer.is_ready()

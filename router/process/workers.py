@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,14 @@ class WorkerConfig:
     """A worker's configuration, sent as one line to its standard input.
 
     serve    settings, with the shared address and this worker's share of the limits
-    folder   the model's folder
+    folders  those of the models, by name; the first one's is --model's
     index    this worker's number, from 0
     sockets  addresses of all workers' private services, this one's first
     spawned  address of the engine that the parent has spawned; None if `serve` says where engines run
     """
 
     serve: ServeConfig
-    folder: str
+    folders: dict[str, str]
     index: int
     sockets: list[str]
     spawned: str | None
@@ -59,9 +60,9 @@ class WorkerConfig:
 class Workers:
     """The workers and their engine, and the order in which they start and stop."""
 
-    def __init__(self, config: ServeConfig, folder: Path) -> None:
+    def __init__(self, config: ServeConfig, folders: Mapping[str, Path]) -> None:
         self._config = config
-        self._folder = folder
+        self._folders = folders
         self._engine: Supervisor | None = None
         self._routers: list[Supervisor] = []
         self._listening: set[int] = set()
@@ -86,7 +87,7 @@ class Workers:
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
             if config.tenants_file and not config.quotas_file:
                 config = replace(config, quotas_file=f"{private}/quotas")
-            engine = stack.enter_context(spawned_engine(self._config, self._folder))
+            engine = stack.enter_context(spawned_engine(self._config, next(iter(self._folders.values()))))
             self._engine = engine.supervisor if engine else None
             address = engine.address if engine else None
             self._routers = [self._router(index, config, address, private) for index in range(self._config.workers)]
@@ -116,10 +117,11 @@ class Workers:
             max_requests=_part(config.max_requests, index, count),
             max_queued_tokens=config.max_queued_tokens and _part(config.max_queued_tokens, index, count),
         )
+        folders = {name: str(folder) for name, folder in self._folders.items()}
         return Supervisor(
             f"router {index}",
             [sys.executable, "-m", "pagoda_server.router.process.main"],
-            first_line=WorkerConfig(part, str(self._folder), index, sockets, spawned).to_line(),
+            first_line=WorkerConfig(part, folders, index, sockets, spawned).to_line(),
             on_line=partial(self._on_line, index),
             stop_timeout_s=config.grace_s + STOP_MARGIN_S,
         )

@@ -136,6 +136,7 @@ class InferenceServicer:
                 return model, validate_generate(request, model.limits, record.metadata)
 
             model, params = await message.parsed(checked)
+            admitted.note_model(model)
             model.check_ready()
             tokenizer, grammars = model.tokenizer, model.grammars
             if params.guided is not None:
@@ -209,6 +210,7 @@ class InferenceServicer:
                     if elsewhere and await elsewhere(request, tenant, time_left(call), writer.write):
                         return
                 raise not_kept()
+            admitted.note_model(kept.model)
             counts = kept.check(request.received)
             admitted.check_draining()
             async with kept:  # no refusal above has ended the call that still writes it

@@ -10,7 +10,7 @@ from pagoda.v1 import control_pb2
 
 from ..answers.formats import AnswerFormat
 from ..engines.fleet import Engines
-from ..errors import NotFound, PagodaError
+from ..errors import NotFound, PagodaError, Unavailable
 from ..text.tokenizer import Tokenizer
 from .fields import Limits
 from .guided import GrammarChecker
@@ -101,5 +101,9 @@ class ServedModels:
 
     def refusal(self) -> PagodaError | None:
         """Why no request can be served now, whatever model it means; None: some can."""
-        refusals = [model.engines.refusal() for model in self._models]
-        return None if None in refusals else refusals[0]
+        if len(self._models) == 1:
+            return self.first.engines.refusal()
+        if any(model.engines.ready for model in self._models):
+            return None
+        delays = [delay for model in self._models if (delay := model.engines.retry_after_s) is not None]
+        return Unavailable("no engine of any model is ready", retry_after_s=min(delays, default=None))

@@ -348,6 +348,7 @@ class Readouts:
                 return model, validate(request, model.limits)
 
             model, params = await message.parsed(checked)
+            admitted.note_model(model)
             model.check_ready()
             admitted.check_draining()
             admitted.begin(params.request_id)

@@ -51,6 +51,7 @@ class Record:
     received_s   when it came, in seconds since 1970
     is_chat      whether the prompt is a conversation
     trace_id     of the trace that the call belongs to, in hexadecimal digits; "" if it belongs to none
+    model        the name of the one that it asks for, where the server has several; else ""
     request_id   "" until the request is read
     prompt_len   tokens; 0 until the prompt is tokenized
     answer       None until the request is submitted
@@ -65,6 +66,7 @@ class Record:
     metadata: Sequence[tuple[str, str | bytes]]
     route: str
     received_s: float = field(default_factory=time.time)
+    model: str = ""
     request_id: str = ""
     is_chat: bool = False
     trace_id: str = ""

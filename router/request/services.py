@@ -17,7 +17,7 @@ from ..tenants.quotas import Quotas, Spending
 from .admission import Admission, LiveRequest, LiveRequests, Reservation
 from .client_call import ClientCall, time_left
 from .failover import Failover
-from .models import ServedModels
+from .models import ServedModel, ServedModels
 from .receiving import Messages, Received
 from .record import Observers, Record
 
@@ -83,6 +83,11 @@ class AdmittedCall:
     live: LiveRequest = field(default_factory=LiveRequest)
     is_live: bool = False
     num_losses: int = 0
+
+    def note_model(self, model: ServedModel) -> None:
+        """Note which model the request asks for."""
+        if len(self.services.models) > 1:
+            self.record.model = model.name
 
     def check_draining(self) -> None:
         """Raise Unavailable if the server drains: that may have begun since the call was admitted."""

@@ -19,7 +19,7 @@ class Family:
     """Series of one name.
 
     kind      gauge, counter or histogram; a counter's series end in _total
-    labels    besides model_name
+    labels    besides model_name, which all series have: that of the engine if there is one, else of the only model
     bounds    of a histogram's buckets
     prefixes  each gives the series a full name
     field     of an engine's load, which each engine's sample shows; empty: it is made otherwise
@@ -39,6 +39,7 @@ class Family:
         return [f"{prefix}{self.name}{'_total' if self.kind == 'counter' else ''}" for prefix in self.prefixes]
 
 
+MODEL_LABEL = "model_name"
 _LOAD = control_pb2.EngineLoad.DESCRIPTOR.fields_by_name
 _OURS, _VLLM, _PROCESS = ("pagoda_",), ("vllm:",), ("process_",)
 _BOTH = (*_OURS, *_VLLM)
@@ -144,7 +145,9 @@ _OF_ROUTERS = (
     _histogram("time_to_first_token_seconds", "From the receipt of a call to its first message.", TOKEN_BOUNDS),
     _histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_BOUNDS),
     _counter("request_success", "Sequences that ended, by reason.", "engine", "finished_reason", prefixes=_BOTH),
-    _counter("calls", "Calls that ended, by status and, of an error, its reason.", "method", "code", "reason"),
+    _counter(
+        "calls", "Calls that ended, by status and, of an error, its reason.", "method", "code", "reason", MODEL_LABEL
+    ),
     _counter("engine_choices", "Requests for which one of several engines was chosen, by reason.", "engine", "reason"),
     _counter(
         "prefix_tokens_predicted", "Prompt tokens that the chosen engines had cached, as far as was known.", "engine"

@@ -87,6 +87,7 @@ def fields_of(record: Record) -> dict[str, Any]:
     """What the log says of a call that has ended. Its content, and what may quote it, is not among that."""
     fields: dict[str, Any] = {
         "method": record.route,
+        "model": record.model,
         "request_id": record.request_id,
         "trace_id": record.trace_id or trace_id_of(record.metadata),
         "tenant": record.tenant,

@@ -12,9 +12,10 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import TypeAlias
 
 import grpc
@@ -33,7 +34,7 @@ from ..request.admission import Admission
 from ..request.failover import Failover
 from ..request.record import Answer, Record
 from ..request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
-from .families import FAMILIES, OF_ENGINES, OF_REQUESTS, Family
+from .families import FAMILIES, MODEL_LABEL, OF_ENGINES, OF_REQUESTS, Family
 
 # A family's name, the values of its labels, and a number, or a histogram's counts with the total at the end.
 Sample: TypeAlias = tuple[str, tuple[str, ...], "float | list[float]"]
@@ -67,13 +68,15 @@ class Tally:
     """What one router counts: an observer of its calls.
 
     failover  counts those that lost their engine
-    router  this router's number among those that share a port
+    router    this router's number among those that share a port
+    model     the one that is served; empty: there are several, and a call's record tells its own
     """
 
-    def __init__(self, fleet: Fleet, admission: Admission, failover: Failover, router: int) -> None:
+    def __init__(self, fleet: Fleet, admission: Admission, failover: Failover, router: int, model: str) -> None:
         self._fleet = fleet
         self._of_engines: dict[str, _EngineCounts] = {}
-        self._calls = Counter({("Generate", "OK", ""): 0})
+        self._model = model
+        self._calls = Counter({("Generate", "OK", "", model): 0})
         self._lag = Histogram(TOKEN_BOUNDS)
         self._admission = admission
         self._failover = failover
@@ -86,7 +89,7 @@ class Tally:
         if is_passed_on:  # another router has counted it
             return
         reason = record.error.reason if isinstance(record.error, PagodaError) else ""
-        self._calls[record.method, code.name, reason] += 1
+        self._calls[record.method, code.name, reason, record.model or self._model] += 1
         if answer is None:
             return
         counts = self._of(record.engine)
@@ -111,7 +114,8 @@ class Tally:
 
     def refused(self, method: str, error: PagodaError) -> None:
         """Count a call that was refused before a handler took it up."""
-        self._calls[_METHODS.get(method.rpartition("/")[2], "other"), error.code.name, error.reason] += 1
+        name = _METHODS.get(method.rpartition("/")[2], "other")
+        self._calls[name, error.code.name, error.reason, self._model] += 1
 
     async def watch_loop(self) -> None:
         """Measure the event loop's lag until cancelled."""
@@ -226,11 +230,17 @@ def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
 class Page:
     """All samples as Prometheus reads them. Those with equal labels are parts of one whole, and summed.
 
+    model      the one that is served; empty: there are several
+    of_engine  with several: the model of each engine, by the engine's name
+
     prometheus_client takes seven times as long to write the same page, which is too long for the event loop.
     """
 
-    def __init__(self, model: str, samples: Iterable[Sample]) -> None:
-        self._model = f'model_name="{_escaped(model)}"'
+    def __init__(
+        self, model: str, samples: Iterable[Sample], of_engine: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._model = _model_label(model)
+        self._of_engine = {engine: _model_label(name) for engine, name in of_engine.items()}
         self._families: dict[str, dict[tuple[str, ...], float | list[float]]] = {each.name: {} for each in FAMILIES}
         for name, labels, value in samples:
             family = self._families[name]
@@ -252,10 +262,11 @@ class Page:
     def _lines(
         self, family: Family, prefix: str, name: str, found: dict[tuple[str, ...], float | list[float]]
     ) -> Iterator[str]:
-        common = () if prefix == "process_" else (self._model,)
+        has_engine = family.labels[:1] == ("engine",)
+        common = () if prefix == "process_" or MODEL_LABEL in family.labels else self._model
         for values, value in found.items():
             own = (f'{label}="{_escaped(text)}"' for label, text in zip(family.labels, values, strict=True))
-            labels = ",".join((*own, *common))
+            labels = ",".join((*own, *(self._of_engine.get(values[0], common) if has_engine else common)))
             if isinstance(value, list):
                 *counts, total = value
                 ends = accumulate(counts)
@@ -265,6 +276,10 @@ class Page:
                 yield f"{name}_count{{{labels}}} {floatToGoString(sum(counts))}"
             else:
                 yield f"{name}{{{labels}}} {floatToGoString(value)}"
+
+
+def _model_label(model: str) -> tuple[str, ...]:
+    return (f'{MODEL_LABEL}="{_escaped(model)}"',) if model else ()
 
 
 @lru_cache
@@ -287,6 +302,8 @@ def _sum(one: float | list[float], other: float | list[float]) -> float | list[f
 class Metrics:
     """Makes the page for a server of one router or several.
 
+    model   see Page
+    fleet   tells the models of the engines
     tally   what this router counts
     known   what it knows of the engines
     others  the other routers' serialized tallies. Raises Unavailable if one that lives does not answer
@@ -295,11 +312,13 @@ class Metrics:
     def __init__(
         self,
         model: str,
+        fleet: Fleet,
         tally: Tally,
         known: Callable[[], Iterable[Sample]],
         others: Callable[[], Awaitable[list[bytes]]],
     ) -> None:
         self._model = model
+        self._fleet = fleet
         self._tally = tally
         self._known = known
         self._others = others
@@ -308,4 +327,5 @@ class Metrics:
         """The page in the format that an Accept header asks for, and its content type. Raises what `others` raises."""
         others = map(parsed, await self._others())
         # A thread would take longer: it takes turns with an event loop that writes tokens.
-        return Page(self._model, chain(self._known(), self._tally.samples(), *others)).encoded(accept)
+        of_engine = {} if self._model else {channel.name: channel.model for channel in self._fleet.channels}
+        return Page(self._model, chain(self._known(), self._tally.samples(), *others), of_engine).encoded(accept)

@@ -58,7 +58,7 @@ class Traces:
     """An observer of calls that sends two spans for each, below its client's, and three histograms.
 
     endpoint  URL of a collector that takes OTLP over HTTP
-    model     its name, as clients call it
+    model     the one that requests ask for unless their records say otherwise
 
     Raises ConfigError if one of the SDK's environment variables has an impossible value.
     """
@@ -105,6 +105,8 @@ class Traces:
         if record.answer is not None:
             operation = _OPERATIONS.get(record.method) or ("chat" if record.is_chat else "text_completion")
             about = self._about | {"gen_ai.operation.name": operation}
+            if record.model:
+                about["gen_ai.request.model"] = record.model
             attributes = _of_request(record, record.answer, duration_s)
             self._observe(record, record.answer, about, attributes, duration_s)
             if server.is_recording():

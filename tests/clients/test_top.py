@@ -196,6 +196,14 @@ def plain(board: Board, width: int, height: int | None) -> str:
     return "\n".join(line.plain for line in draw(board, width, height))
 
 
+def test_a_screen_names_all_models() -> None:
+    board, info = Board("here:1"), ready_info(2)
+    info.engines[0].model, info.engines[1].model = "some-model", "other-model"
+    board.saw_info(info)
+    board.saw_load(some_load(2))
+    assert "Pagoda some-model, other-model  " in plain(board, 100, None)
+
+
 @pytest.mark.parametrize(("width", "height"), [(60, 15), (80, 24), (120, 40)])
 def test_a_screen_tells_what_matters_at_every_size(width: int, height: int) -> None:
     board = dict(boards())["one"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pagoda_server.settings import ServeConfig, SettingError
+from pagoda_server.settings.router import named_models
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,9 @@ from pagoda_server.settings import ServeConfig, SettingError
         ({"http_allowed_hosts": ""}, "--http-allowed-hosts must be names .* not ''"),
         ({"http_allowed_origins": "a.org"}, "--http-allowed-origins must be origins .* not 'a.org'"),
         ({"http_allowed_origins": "https://a.org/"}, "--http-allowed-origins must be origins .* not 'https://a.org/'"),
+        ({"also_serve": ""}, "--also-serve must be MODEL or NAME=MODEL, separated by commas, not ''"),
+        ({"also_serve": "a=/m,=/n"}, "--also-serve must be MODEL or NAME=MODEL"),
+        ({"also_serve": "a=,b"}, "--also-serve must be MODEL or NAME=MODEL"),
         ({"served_model_name": ""}, "--served-model-name must be printable and not empty, not ''"),
         ({"served_model_name": "a\n"}, "--served-model-name must be printable"),
     ],
@@ -60,6 +64,13 @@ def test_an_engines_settings_are_refused_where_it_runs_elsewhere() -> None:
     given = ServeConfig(engine="unix:/e", policy="fair", kv_cache_gb=1.0, prefix_caching=False, channel="grpc")
     with pytest.raises(SettingError, match=r"^--channel, --kv-cache-gb, --prefix-caching, --policy: .*unix:/e"):
         given.check_engine_is_ours()
+
+
+def test_more_models_need_engines_that_run_elsewhere() -> None:
+    ServeConfig(engine="unix:/e", also_serve="b").check_engine_is_ours()
+    with pytest.raises(SettingError, match=r"^--also-serve needs --engine"):
+        ServeConfig(also_serve="b").check_engine_is_ours()
+    assert named_models("a=/m=1, /n,org/name") == [("a", "/m=1"), ("", "/n"), ("", "org/name")]
 
 
 def test_an_engine_that_is_spawned_is_told_what_is_set() -> None:

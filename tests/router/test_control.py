@@ -46,6 +46,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         takes_requests=is_ready,
         is_suspect=False,
         retry_after_s=None,
+        model="m",
         has_been_ready=is_ready or has_been_ready,
         standing=Standing(),
         info=control_pb2.EngineInfo(architecture="llama") if is_ready else None,
@@ -64,8 +65,8 @@ def tokenizer(template: str | None = None, **recommended: float) -> Any:
 def control(*engines: Any, tokenizer: Any = UNUSED) -> ControlServicer:
     admission, fleet = Admission(5, 5), fleet_of(*engines)
     return ControlServicer(
-        models=one_model(fleet, tokenizer, LIMITS), admission=admission, fleet=fleet,
-        state=ServingState(fleet, admission), engine_restarts=lambda: 3, max_message_bytes=1,
+        models=(models := one_model(fleet, tokenizer, LIMITS)), admission=admission, fleet=fleet,
+        state=ServingState(fleet, admission, models), engine_restarts=lambda: 3, max_message_bytes=1,
         settings={},
     )  # fmt: skip
 
@@ -106,7 +107,8 @@ def test_the_servers_state_is_that_of_its_engines_unless_it_drains(
 ) -> None:
     admission = Admission(5, 5)
     admission.is_draining = is_draining
-    assert ServingState(fleet_of(*engines), admission).state == expected
+    fleet = fleet_of(*engines)
+    assert ServingState(fleet, admission, one_model(fleet)).state == expected
 
 
 async def listed(tokenizer: Any) -> control_pb2.ModelInfo:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from pagoda_server.router.engines.fleet import Fleet, Member
+from pagoda_server.router.engines.choosing import ByPrefix
+from pagoda_server.router.engines.fleet import EnginesOf, Fleet, Member
 from pagoda_server.router.engines.membership import MAX_ENGINES, MAX_FILE_BYTES, membership, read_members
 from pagoda_server.router.errors import ConfigError, Unavailable
 from tests.router.fleets import fleet_of
@@ -33,6 +34,8 @@ class Channel:
     label: str = ""
     number: int = 0
     retry_after_s: float | None = None
+    model: str = ""
+    is_followed: bool = False
     error: Exception | None = None
     is_open: bool = False
     failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -40,6 +43,9 @@ class Channel:
     @property
     def takes_requests(self) -> bool:
         return self.is_ready and not self.is_leaving
+
+    def follow_cache(self) -> None:
+        self.is_followed = True
 
     async def run(self) -> None:
         self.is_open = True
@@ -98,6 +104,31 @@ def test_engines_to_avoid_are_picked_only_if_no_other_is_ready() -> None:
     assert picked(Channel(), Channel(9), count=3, avoid=(0,)) == [1] * 3
     assert picked(Channel(), Channel(9, is_suspect=True), count=3, avoid=(0,)) == [1] * 3
     assert picked(Channel(), Channel(9, is_ready=False), count=3, avoid=(0,)) == [0] * 3
+
+
+def test_engines_are_picked_among_those_that_have_the_model_and_take_turns_there() -> None:
+    channels = [Channel(model="one"), Channel(model="two"), Channel(model="one"), Channel(model="two"), Channel()]
+    fleet = fleet_of(*channels)
+    one, two = EnginesOf(fleet, "one"), EnginesOf(fleet, "two")
+    assert [(one.pick().number, two.pick().number) for _ in range(4)] == [(0, 1), (2, 3)] * 2
+    channels[0].is_ready = channels[2].is_ready = False
+    assert (fleet.refusal(), two.refusal()) == (None, None)
+    with pytest.raises(Unavailable, match=r"^no engine that has the model one is ready$"):
+        one.pick()
+
+
+def test_caches_are_followed_where_several_engines_have_a_model() -> None:
+    channels = [Channel(model="one"), Channel(model="two"), Channel(model="one")]
+
+    def connect(member: Member, number: int) -> Any:
+        return channels[number]
+
+    fleet = Fleet(connect, ByPrefix(), has_one_model=False)
+    fleet.set_members(members("a:1", "b:1", "c:1"))
+    assert not any(channel.is_followed for channel in channels)
+    for model in ("one", "two"):
+        EnginesOf(fleet, model).follow_caches()
+    assert [channel.is_followed for channel in channels] == [True, False, True]
 
 
 # -- joining and leaving -----------------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ def test_until_its_model_is_known_a_message_has_the_widest_limits() -> None:
 def test_calls_are_refused_unread_only_if_no_model_has_an_engine() -> None:
     assert two().refusal() is None
     assert two(second_is_ready=False).refusal() is None
-    assert isinstance(two(False, False).refusal(), Unavailable)
+    refusal = two(False, False).refusal()
+    assert isinstance(refusal, Unavailable)
+    assert refusal.message == "no engine of any model is ready"
     with pytest.raises(Unavailable):
         two(second_is_ready=False).named("two").check_ready()
 

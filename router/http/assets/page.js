@@ -57,6 +57,22 @@ function showState(text, isServing = false) {
   $("state").classList.toggle("is-serving", isServing);
 }
 
+// The name of the only model, or a choice among several. A choice that is still served stays.
+function showModels(names) {
+  const choice = $("model-choice");
+  model = names.includes(model) ? model : names[0];
+  choice.replaceChildren(...names.map((name) => new Option(name, name, false, name === model)));
+  choice.hidden = names.length === 1;
+  $("model").hidden = !choice.hidden;
+  $("model").textContent = model;
+  document.title = `${model} · Pagoda`;
+}
+
+$("model-choice").addEventListener("change", (event) => {
+  model = event.target.value;
+  document.title = `${model} · Pagoda`;
+});
+
 let tenant = "";
 let resumable = false;
 
@@ -66,9 +82,8 @@ const live = startLive({
   hello(server) {
     showState(server ? "connected" : "not connected");
     if (!server) return;
-    ({ model, tenant, resumable } = server);
-    $("model").textContent = server.model;
-    document.title = `${server.model} · Pagoda`;
+    ({ tenant, resumable } = server);
+    showModels(server.models);
   },
   onEngines(ready) {
     showState(!ready ? "no engine is ready" : tenant ? `serving ${tenant}` : "serving", ready > 0);

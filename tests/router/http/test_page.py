@@ -159,7 +159,12 @@ def test_the_feed_shows_sequences_steps_blocks_and_times(server: Server) -> None
     with requested(server, "/live", "operators") as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
         name, hello = next(events(response))
-        assert (name, hello["model"], hello["tenant"], hello["observes"]) == ("hello", "synthetic", "operators", True)
+        assert (name, hello["models"], hello["tenant"], hello["observes"]) == (
+            "hello",
+            ["synthetic"],
+            "operators",
+            True,
+        )
         rows: dict[int, list[Any]] = {}
         rates = []
         with asking(server, "acme", 400), asking(server, "brown"):

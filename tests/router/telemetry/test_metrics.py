@@ -75,9 +75,9 @@ class Samples:
         return [dict(labels) for found, labels in self._found if found == name]
 
 
-def tally(router: int = 0, num_engines: int = 1) -> Tally:
+def tally(router: int = 0, num_engines: int = 1, model: str = "m") -> Tally:
     fleet = fleet_of(*(SimpleNamespace() for _ in range(num_engines)))
-    return Tally(fleet, Admission(5, 500), Failover(continues=True, wait_s=0), router)
+    return Tally(fleet, Admission(5, 500), Failover(continues=True, wait_s=0), router, model)
 
 
 def page_of(*tallies: Tally, accept: str = "") -> Samples:
@@ -129,8 +129,8 @@ def engine(is_ready: bool = True, **load: float) -> Any:
 def page_of_engines(*engines: Any, shows_tenants: bool = True) -> Samples:
     admission, fleet = Admission(5, 5), fleet_of(*engines)
     control = ControlServicer(
-        models=one_model(fleet), admission=admission, fleet=fleet,
-        state=ServingState(fleet, admission), engine_restarts=UNUSED, max_message_bytes=1, settings={},
+        models=(models := one_model(fleet)), admission=admission, fleet=fleet,
+        state=ServingState(fleet, admission, models), engine_restarts=UNUSED, max_message_bytes=1, settings={},
     )  # fmt: skip
     samples = engine_samples(fleet, control.load(), restarts=3, is_draining=False, shows_tenants=shows_tenants)
     return Samples(Page("m", samples).encoded("")[0])
@@ -240,6 +240,23 @@ def test_what_another_router_has_served_counts_there_alone() -> None:
     end(observers, Passed(gone), method="Resume")
     page = page_of(counts)
     assert page.of("pagoda_calls_total") == [{"method": "Generate", "code": "OK", "reason": ""}]
+
+
+def test_with_several_models_each_series_has_the_model_that_it_is_about() -> None:
+    counting_all = tally(num_engines=2, model="")
+    observers = counting(counting_all)
+    for engine, model in (("0", "one"), ("1", "two")):
+        with observers.recording(Record("Generate", "", (), "Generate")) as record:
+            record.answer, record.engine, record.model = answer(STOP), engine, model
+    observers.refused("/pagoda.v1.Inference/Generate", ResourceExhausted("the queue is full"))
+    page = Page("", counting_all.samples(), {"0": "one", "1": "two"}).encoded("")[0].decode()
+    lines = page.splitlines()
+    assert 'pagoda_request_success_total{engine="0",finished_reason="stop",model_name="one"} 1.0' in lines
+    assert 'pagoda_request_success_total{engine="1",finished_reason="stop",model_name="two"} 1.0' in lines
+    calls = [line for line in lines if line.startswith("pagoda_calls_total{") and line.endswith(" 1.0")]
+    assert [line.partition("model_name=")[2] for line in calls] == ['"one"} 1.0', '"two"} 1.0', '""} 1.0']
+    (admitted,) = [line for line in lines if line.startswith("pagoda_admitted_requests{")]
+    assert admitted == "pagoda_admitted_requests{} 0.0", "it is that of all models"
 
 
 def test_calls_that_no_handler_took_up_count_with_bounded_labels() -> None:

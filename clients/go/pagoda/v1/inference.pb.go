@@ -202,7 +202,7 @@ type GenerateRequest struct {
 	// Names the request among its tenant's, in traces and for Admin.Abort; at most 128 printable characters. If empty, the
 	// server makes one up.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The model to use; empty means the one served here.
+	// The model to use; empty means the first of Control.ListModels.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// Exactly one is set. Each text has at most Limits.max_text_bytes of UTF-8 (see Control.GetServerInfo; 1 MiB by
 	// default).

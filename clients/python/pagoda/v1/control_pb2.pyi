@@ -84,20 +84,22 @@ class ServerInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime_s: _Optional[float] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("engine", "state", "restarts", "info", "name", "refused")
+    __slots__ = ("engine", "state", "restarts", "info", "name", "refused", "model")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     engine: int
     state: EngineState
     restarts: int
     info: EngineInfo
     name: str
     refused: str
-    def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ..., name: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, engine: _Optional[int] = ..., state: _Optional[_Union[EngineState, str]] = ..., restarts: _Optional[int] = ..., info: _Optional[_Union[EngineInfo, _Mapping]] = ..., name: _Optional[str] = ..., refused: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("epoch", "model", "architecture", "device", "dtype", "kernel_backend", "vocab_size", "max_model_len", "max_num_seqs", "token_budget", "kv_cache", "weight_bytes", "tokenizer_sha256", "settings", "hidden_size", "weights_fingerprint", "precision", "protocol_version")
@@ -209,7 +211,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "eos_token_ids", "capabilities", "template_kwargs", "recommended_sampling", "tool_format", "reasoning_format", "hidden_size")
+    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "eos_token_ids", "capabilities", "template_kwargs", "recommended_sampling", "tool_format", "reasoning_format", "hidden_size", "ready")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +223,7 @@ class ModelInfo(_message.Message):
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -232,7 +235,8 @@ class ModelInfo(_message.Message):
     tool_format: str
     reasoning_format: str
     hidden_size: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., template_kwargs: _Optional[_Iterable[str]] = ..., recommended_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
+    ready: bool
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., template_kwargs: _Optional[_Iterable[str]] = ..., recommended_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., hidden_size: _Optional[int] = ..., ready: bool = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()
