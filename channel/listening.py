@@ -8,6 +8,8 @@ import os
 import secrets
 import socket
 import stat
+import struct
+import time
 from collections.abc import Callable
 
 from .address import UNIX_PREFIX, host_of, is_unix
@@ -40,6 +42,7 @@ def channel_keepalive(address: str) -> list[tuple[str, int]]:
 
 CLIENTS_KEEPALIVE = keepalive_options(30, 10)
 
+ACCEPT_S = 1.0  # in which gRPC accepts the connections that have been made
 _LONGEST_PATH = 107  # in Linux's struct sockaddr_un, before the final zero
 
 
@@ -95,6 +98,14 @@ class GrpcPort:
         else:
             self.address = f"{address.rpartition(':')[0]}:{_bind(address, add_port)}"
 
+    def leave(self) -> None:
+        """Accept no more connections at HOST:PORT, where others listen too. The server goes on with those it has.
+
+        This waits a second at most until gRPC has accepted those that have been made: the kernel resets the others.
+        gRPC itself offers this only by stopping the server, which cancels the calls that arrive in that moment.
+        """
+        _stop_listening(int(self.address.rpartition(":")[2]))
+
     def close(self) -> None:
         """Stop new connections by a Unix socket's path. Call this before the server stops."""
         if self._file:
@@ -120,6 +131,26 @@ def _bind(address: str, add_port: Callable[[str], int]) -> int:
     except RuntimeError as error:
         _bind_alone(address)
         raise OSError(errno.EADDRNOTAVAIL, "gRPC cannot bind this address") from error
+
+
+def _stop_listening(port: int) -> None:
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+            if is_tcp and found.getsockname()[1] == port and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                deadline = time.monotonic() + ACCEPT_S
+                while _num_unaccepted(found) and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                found.shutdown(socket.SHUT_RD)
+
+
+def _num_unaccepted(listening: socket.socket) -> int:
+    """How many connections wait to be accepted, where the system says so."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    # struct tcp_info, whose tcpi_unacked is the length of that queue for a listening socket.
+    found: int = struct.unpack_from("I", listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28), 24)[0]
+    return found
 
 
 def _bind_alone(address: str) -> None:

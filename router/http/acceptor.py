@@ -83,9 +83,16 @@ class Acceptor:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
+        """Stop listening. Connections that have been made are accepted first: closing the socket would reset them."""
+        if self._socket.fileno() == -1:
+            return
         self._loop.remove_reader(self._socket)
         if self._retry is not None:
             self._retry.cancel()
+        with contextlib.suppress(OSError):
+            while self._accept_one():
+                pass
+        self._socket.close()
 
     async def wait_closed(self) -> None:
         """There is nothing to wait for: connections are closed by their owner."""
@@ -93,17 +100,24 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(1 if self._are_streams_late() else ACCEPTS):
             try:
-                accepted, _ = self._socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                if not self._accept_one():
+                    return
             except OSError:  # no file is left; the connections wait in the kernel
                 self._loop.remove_reader(self._socket)
                 self._retry = self._loop.call_later(FULL_S, self._loop.add_reader, self._socket, self._accept)
                 return
-            accepted.setblocking(False)
-            task = self._loop.create_task(self._connect(accepted))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+
+    def _accept_one(self) -> bool:
+        """Accept a connection; return False if none waits. Raises OSError if this process has no file left."""
+        try:
+            accepted, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return False
+        accepted.setblocking(False)
+        task = self._loop.create_task(self._connect(accepted))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return True
 
     async def _connect(self, accepted: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the client has gone, or does not speak TLS

@@ -63,6 +63,12 @@ class Connection(HttpToolsProtocol):
         self._num_unfinished = 0  # the same, as they came, while more have to come
         self._refusal = _MALFORMED
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has answered everything that has come."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and not self._unparsed and not self._is_in_headers
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from .acceptor import PARSING_S, Acceptor, Pace
 from .connection import IDLE_S, Connection
 
 SEND_BUFFER_BYTES = 128 << 10  # in the kernel, which holds megabytes for a client that does not read by default
+LAST_IDLE_S = 2.0  # in which a client may send its last request, when a port is left
 _HEADERS = [
     ("x-content-type-options", "nosniff"),
     ("x-frame-options", "DENY"),
@@ -68,6 +70,27 @@ class HttpPort:
             await self._server.serve(sockets=[self._socket])
         finally:
             self._has_ended.set()
+
+    async def leave(self, grace_s: float) -> None:
+        """Accept no more connections, because others listen here too, and serve those that are open.
+
+        Answers that begin from now on tell their clients that the connection closes; a client whose answer has begun
+        may send one more request. This returns when no connection is left, or after the grace period.
+        """
+        self._server.config.encoded_headers.append((b"connection", b"close"))  # it takes effect within a second
+        for acceptor in self._server.servers:
+            acceptor.close()
+        idle_since: dict[Connection, float] = {}
+        deadline = time.monotonic() + grace_s
+        await asyncio.sleep(LAST_IDLE_S)  # connections that have just been accepted are not known yet
+        while (left := self._server.server_state.connections) and (now := time.monotonic()) < deadline:
+            for connection in list(left):
+                assert isinstance(connection, Connection), "no other protocol is spoken here"
+                if not connection.is_idle:
+                    idle_since.pop(connection, None)
+                elif now - idle_since.setdefault(connection, now) > LAST_IDLE_S:
+                    connection.transport.close()
+            await asyncio.sleep(0.1)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections, and let answers end within the grace period; then cancel them."""

@@ -76,7 +76,8 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
         trust = ChannelTrust(config.serve, is_engine=False)
         wait_until_read(trust.name, trust.paths, trust.read, TrustError, log)
         folders = {name: Path(folder) for name, folder in config.folders.items()}
-        _run(Router(config.serve, folders, None, parent, config.index, config.sockets, config.spawned))
+        socket = Path(config.socket)
+        _run(Router(config.serve, folders, None, parent, config.index, socket, config.spawned, config.replaces))
 
     return _exit_code_of(run, config.serve)
 

@@ -24,7 +24,9 @@ from pagoda.v1 import (
 )
 
 from ... import installed_version
+from ...channel.listening import GrpcPort
 from ...checkpoints.folder import read_json_object
+from ...runtime.followed import in_daemon
 from ...settings import RouterSettings, ServeConfig
 from ...settings.engine import weights_of_tenants
 from ...settings.router import SPAWN
@@ -66,7 +68,7 @@ from .public_port import auth_token, bind, max_message_bytes, server_options
 from .reflection import add_reflection
 from .shared_control import RouterGroup
 from .supervisor import EngineKeeper, SpawnedEngine
-from .workers import ParentLink
+from .workers import AGE_JITTER, LAST_CALLS_S, ParentLink
 
 # What serves HTTP is imported where it is used: a router without an HTTP port starts sooner, and with less memory.
 if TYPE_CHECKING:
@@ -112,7 +114,8 @@ class Router:
     engine   the engine that this process has started, if it has
     parent   with several routers: the link to the process that started this one
     index    with several routers: this one's number
-    sockets  with several routers: addresses of all routers' private services, this one's first
+    replaces with several routers: whether this one listens only once it has an engine, because others serve
+    socket   with several routers: of this one's private services; its folder holds those of all routers
     spawned  with several routers: address of the engine that the parent has spawned, if it has
     """
 
@@ -123,8 +126,9 @@ class Router:
         engine: SpawnedEngine | None = None,
         parent: ParentLink | None = None,
         index: int = 0,
-        sockets: Sequence[str] = (),
+        socket: Path | None = None,
         spawned: str | None = None,
+        replaces: bool = False,
     ) -> None:
         self._config = config
         self._folders = folders
@@ -135,9 +139,11 @@ class Router:
         self._name = next(iter(folders))  # of the model of requests that name none
         self._only_name = self._name if len(folders) == 1 else ""
         self._index = index
-        self._sockets = sockets
+        self._socket = socket
+        self._replaces = replaces
         self._spawned = engine.address if engine else spawned
         self._supervisor = engine.supervisor if engine else None
+        self._parent = parent
         self._keeper: EngineKeeper | None = self._supervisor or parent
         self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
@@ -159,10 +165,12 @@ class Router:
         self._wakeups = Wakeups()
         self._http: HttpPort | None = None  # set with --http
         self._tally: Tally | None = None  # set with --http, which alone shows it
-        self._has_served = False  # an engine has been ready
+        self._has_served = asyncio.Event()  # an engine has been ready
+        self._port: GrpcPort | None = None  # set once it listens
         self._announcer = parent or Announcer(config)
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
+        self._is_retired = False
 
     async def run(self) -> None:
         """Serve until a signal. Raises ConfigError, ChildFailedError."""
@@ -196,22 +204,28 @@ class Router:
                 self._tally = Tally(self._fleet, self._admission, self._failover, self._index, self._only_name)
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
-            server = await self._start_server()
+            server = await self._make_server()
+            if not self._replaces:
+                await self._listen(server)
             parts: list[Callable[[], Awaitable[None]]] = [self._fleet.run, members.follow]
             parts.append(partial(self._trust.follow, log))
             if self._supervisor:
                 parts.append(self._supervisor.run)
             if self._tenants:
                 parts.append(self._tenants.follow)
-            if self._http:
-                parts.append(self._http.run)
+            if self._parent:
+                parts.append(partial(self._wait_for_retirement, self._parent))
+            parts.append(partial(self._serve, server))
             if self._tally:
                 parts.append(self._tally.watch_loop)
             async with self._running(parts):
                 await self._stop.wait()
+                if self._is_retired:
+                    await self._retire(server)
                 if self._failure is None:
                     await self._drain()
-                self._port.close()
+                if self._port:
+                    self._port.close()
                 http = (self._http.stop(STOP_S),) if self._http else ()
                 await asyncio.gather(server.stop(STOP_S), *http)
             self._requests.close()
@@ -236,7 +250,18 @@ class Router:
             trust=self._trust,
         )
 
-    async def _start_server(self) -> grpc.aio.Server:
+    async def _serve(self, server: grpc.aio.Server) -> None:
+        if self._replaces:
+            await self._has_served.wait()
+            for _ in range(50):  # one that is away for longer shall not keep these routers from serving
+                if all(channel.is_ready for channel in self._fleet.channels):
+                    break
+                await asyncio.sleep(0.1)
+            await self._listen(server)
+        if self._http:
+            await self._http.run()
+
+    async def _make_server(self) -> grpc.aio.Server:
         config = self._config
         max_bytes = max_message_bytes(
             config.max_text_bytes,
@@ -249,12 +274,12 @@ class Router:
         admin = AdminServicer(fleet=self._fleet, live=self._live, state=self._state)
         refusals: dict[str, Refusal] = {}
         guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
-        options = server_options(bool(self._sockets), max_bytes, config.max_connection_age_s)
+        options = server_options(self._socket is not None, max_bytes, config.max_connection_age_s)
         server = grpc.aio.server(options=options, interceptors=[guard])
         shown_control: control_pb2_grpc.ControlServicer = control
         shown_admin: admin_pb2_grpc.AdminServicer = admin
-        if self._sockets:
-            group = await self._join(control, admin)
+        if self._socket:
+            group = await self._join(self._socket, control, admin)
             shown_control, shown_admin = group.control, group.admin
         control_pb2_grpc.add_ControlServicer_to_server(shown_control, server)
         admin_pb2_grpc.add_AdminServicer_to_server(shown_admin, server)
@@ -271,7 +296,13 @@ class Router:
                 *(each.service for each in services),
             ]
             add_reflection(reflected, server, config.stall_timeout_s)
+        self._max_bytes = max_bytes
         await self._state.refresh()
+        return server
+
+    async def _listen(self, server: grpc.aio.Server) -> None:
+        """Serve gRPC, and bind the port of HTTP if there is one. Raises ConfigError."""
+        config = self._config
         try:
             self._port = bind(server, config)
             await server.start()
@@ -281,17 +312,16 @@ class Router:
                 self._http = http_port(
                     config.http,
                     config,
-                    self._http_routes(max_bytes),
+                    self._http_routes(self._max_bytes),
                     self._identities,
                     on_refusal=self._observers.refused,
-                    shares_port=bool(self._sockets),
+                    shares_port=self._socket is not None,
                     are_streams_late=lambda: self._wakeups.are_late,
                 )
         except ConfigError:
             await server.stop(None)  # otherwise it complains when it is collected, after its event loop has closed
             raise
         self._announcer.starts(self._port.address, self._http.url if self._http else "")
-        return server
 
     def _served(self, name: str, engines: Engines) -> ServedModel:
         """A model with the limits that hold until an engine reports its own."""
@@ -404,9 +434,9 @@ class Router:
         self._identities.tokens = tenants.tokens
         self._quotas.replace(tenants.quotas)
 
-    async def _join(self, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
+    async def _join(self, socket: Path, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
         """Join the routers that share the port: answer for all of them, and drain if they are draining."""
-        self._group = RouterGroup(control, admin, self._inference, self._tally, self._sockets)
+        self._group = RouterGroup(control, admin, self._inference, self._tally, socket)
         await self._group.start()
         if await self._group.are_others_draining():
             await self._state.drain()
@@ -433,13 +463,13 @@ class Router:
         try:
             return model_of(info, self._signatures)
         except WrongEngine as error:
-            if self._config.has_one_engine and not self._has_served:
+            if self._config.has_one_engine and not self._has_served.is_set():
                 raise ConfigError(f"the engine at {address} {str(error).removeprefix('it ')}") from None
             raise
 
     async def _on_engine_change(self) -> None:
         if infos := [channel.info for channel in self._fleet.ready if channel.info]:
-            self._has_served = True
+            self._has_served.set()
             if self._keeper:
                 self._keeper.mark_ready()
             for model in self._models:
@@ -456,6 +486,42 @@ class Router:
         if self._config.max_queued_tokens is None:
             capacity = sum(info.kv_cache.token_capacity for info in engines)
             self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
+
+    async def _wait_for_retirement(self, parent: ParentLink) -> None:
+        await in_daemon(parent.retires.wait)
+        self._is_retired = True
+        self._stop.set()
+
+    async def _retire(self, server: grpc.aio.Server) -> None:
+        """Leave the port to other routers, and serve the open connections until their calls have ended.
+
+        Until --max-connection-age-s has passed, calls on them are new ones too: gRPC asks each client to connect anew
+        when its connection is that old. Then only calls are left that have begun; they end within the grace period.
+        A signal makes this a drain.
+        """
+        self._stop.clear()
+        log.info("other routers take the port: %d requests are left here", len(self._live))
+        age_s = AGE_JITTER * (self._config.max_connection_age_s or 0) + LAST_CALLS_S
+        grace_s = self._config.grace_s
+
+        async def serve_grpc() -> None:
+            if self._port:
+                await asyncio.to_thread(self._port.leave)
+            await asyncio.sleep(age_s)
+            await asyncio.gather(server.stop(grace_s), serve_other_routers())
+
+        async def serve_other_routers() -> None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._live.wait_idle(), grace_s)  # streams that were resumed there, too
+
+        async def serve_the_rest() -> None:
+            http = (self._http.leave(age_s + grace_s),) if self._http else ()
+            await asyncio.gather(serve_grpc(), *http)
+
+        rest, signaled = asyncio.create_task(serve_the_rest()), asyncio.create_task(self._stop.wait())
+        await asyncio.wait({rest, signaled}, return_when=asyncio.FIRST_COMPLETED)
+        rest.cancel()
+        signaled.cancel()
 
     async def _drain(self) -> None:
         """Report NOT_SERVING, refuse new requests, and let running ones finish within the grace period."""
@@ -503,6 +569,9 @@ class Router:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(
+            signal.SIGUSR2, log.warning, "SIGUSR2: only a server with --workers replaces its routers"
+        )
 
 
 def _weights_of_tenants(engines: Sequence[control_pb2.EngineInfo]) -> dict[str, float] | None:

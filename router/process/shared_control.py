@@ -7,8 +7,9 @@ requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -60,15 +61,14 @@ class RouterGroup:
         admin: AdminServicer,
         inference: InferenceServicer,
         tally: Tally | None,
-        sockets: Sequence[str],
+        socket: Path,
     ) -> None:
         """
         control, admin, inference  this router's own services
         tally                      what it counts for metrics; None: nothing
-        sockets                    addresses of all routers' private services, this one's first
+        socket                     of this router's private services, in a folder that holds those of all routers
         """
-        self._socket = sockets[0]
-        self._others = sockets[1:]
+        self._socket = socket
         guard = CallGuard(Messages(SMALL_BYTES, ASK_TIMEOUT_S), Identities())  # only routers reach this socket
         self._private = grpc.aio.server(options=server_options(False, SMALL_BYTES), interceptors=[guard])
         control_pb2_grpc.add_ControlServicer_to_server(control, self._private)
@@ -84,9 +84,14 @@ class RouterGroup:
         self.control = SharedControl(control, self)
         self.admin = SharedAdmin(admin, self)
 
+    @property
+    def _others(self) -> list[str]:
+        """Addresses of the other routers: of this generation, and of those that it replaces or that replace it."""
+        return [f"unix:{found}" for found in sorted(self._socket.parent.glob("*.sock")) if found != self._socket]
+
     async def start(self) -> None:
         """Start to answer the other routers."""
-        self._private.add_insecure_port(self._socket)
+        self._private.add_insecure_port(f"unix:{self._socket}")
         await self._private.start()
 
     async def leave(self) -> None:

@@ -87,6 +87,7 @@ class Supervisor:
         self._failed_starts = 0
         self._has_been_ready = False
         self._has_ever_been_ready = False
+        self._is_retired = False
 
     def mark_ready(self) -> None:
         """Record that the child has started: a later death is not a failed start."""
@@ -99,7 +100,10 @@ class Supervisor:
             self._process = self._early = self._start()
 
     async def run(self) -> None:
-        """Run the child until cancelled, which stops it. Raises ChildFailedError when a restart cannot help."""
+        """Run the child until cancelled, which stops it, or until it ends after `retire`.
+
+        Raises ChildFailedError when a restart cannot help.
+        """
         backoff_s = BACKOFF_S[0]
         try:
             while True:
@@ -116,12 +120,17 @@ class Supervisor:
                     if self._first_line:
                         self.send(self._first_line)
                     code = await self._wait(self._process)
+                    if self._is_retired:
+                        log.info("%s has ended", self._name)
+                        return
                     log.error("%s exited with %s", self._name, _describe(code))
                     self._judge(code)
                 if time.monotonic() - started > HEALTHY_AFTER_S:
                     backoff_s = BACKOFF_S[0]
                 log.info("starting %s again in %.1f s", self._name, backoff_s)
                 await asyncio.sleep(backoff_s)
+                if self._is_retired:
+                    return
                 backoff_s = min(2 * backoff_s, BACKOFF_S[1])
                 self.restarts += 1
         finally:
@@ -131,6 +140,11 @@ class Supervisor:
         """Kill a child that hangs; run() starts another."""
         if self._process:
             self._process.kill()
+
+    def retire(self, line: str) -> None:
+        """Write the line that makes the child end in its time; it is not started again."""
+        self._is_retired = True
+        self.send(line)
 
     def terminate(self) -> None:
         if self._process:
