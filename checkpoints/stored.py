@@ -122,16 +122,19 @@ class StoredPart:
 
     expert         which part of a tensor [experts, …] it is; None: all of a tensor
     is_transposed  a matrix there is [in, out]
+    columns        which inputs of a matrix [out, in] it has; None: all
     """
 
     stored: StoredTensor
     expert: int | None = None
     is_transposed: bool = False
+    columns: slice | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
-        return shape[::-1] if self.is_transposed else shape
+        shape = shape[::-1] if self.is_transposed else shape
+        return shape if self.columns is None else (shape[0], len(range(shape[1])[self.columns]))
 
     @property
     def num_bytes(self) -> int:
@@ -153,11 +156,16 @@ class StoredPart:
         raise NotImplementedError("a part of a tensor has no groups")
 
     def whole(self, rows: Rows) -> NDArray[Any]:
-        if self.expert is None:
+        if self.expert is not None:
+            whole = self.stored.whole(slice(self.expert, self.expert + 1))[0]
+        elif self.is_transposed:
             whole = self.stored.whole(slice(None))
         else:
-            whole = self.stored.whole(slice(self.expert, self.expert + 1))[0]
-        return np.ascontiguousarray(whole.T[rows]) if self.is_transposed else whole[rows]
+            whole, rows = self.stored.whole(rows), slice(None)
+        if self.is_transposed:
+            whole = whole.T
+        whole = whole[rows] if self.columns is None else whole[rows, self.columns]
+        return np.ascontiguousarray(whole) if self.is_transposed else whole
 
     def blocks(self, rows: Rows) -> None:
         return None

@@ -39,12 +39,23 @@ from ...checkpoints.progress import Progress, no_progress
 from ...kernels import INT4, Backend
 from ..core.errors import ConfigError
 from .config import ConfigFile, ModelConfig
-from .decoder import Decoder, Embedded, GroupInputs, StepInputs
+from .decoder import Decoder, Embedded, GroupInputs, StepInputs, attention_share
 from .families import FAMILIES, Family
 from .inert_tensors import is_inert
+from .share import WHOLE, Share
 from .weights import Checkpoint, RandomTensors, Tensors, Weights
 
-__all__ = ["FAMILIES", "Decoder", "Embedded", "GroupInputs", "ModelConfig", "StepInputs", "load_model", "read_config"]
+__all__ = [
+    "FAMILIES",
+    "Decoder",
+    "Embedded",
+    "GroupInputs",
+    "ModelConfig",
+    "StepInputs",
+    "attention_share",
+    "load_model",
+    "read_config",
+]
 
 
 def read_config(folder: Path, max_model_len: int | None = None) -> ModelConfig:
@@ -64,11 +75,13 @@ def load_model(
     max_model_len: int | None = None,
     make_weights: type[Weights] = Weights,
     packs: bool = False,
+    share: Share = WHOLE,
 ) -> Decoder:
     """Loads a model to `device`, with the configuration that `read_config` returns.
 
     make_weights  MeasuredWeights for one whose sizes alone are wanted
     packs         round weights to 4 bits that the checkpoint holds whole
+    share         the part of the model that this rank of a tensor-parallel group has
 
     Raises ConfigError if the checkpoint is broken or not supported.
 
@@ -81,7 +94,7 @@ def load_model(
     else:
         tensors = Checkpoint(folder, progress)
         config = replace(config, names=config.names.as_in(tensors.has))
-    decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs))
+    decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs, share))
     if isinstance(tensors, Checkpoint) and make_weights is Weights:  # others read no tensor
         last = range(config.num_layers, config.num_layers + file.count("num_nextn_predict_layers", 0))
         unused_head = config.names.head if config.tie_word_embeddings else ""

@@ -13,6 +13,7 @@ from ...kernels import Activation, AttentionPlan, Backend, HeadNorms, PagedKV, S
 from ..core.errors import ConfigError
 from .config import ExpertLayers, ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
+from .share import WHOLE, Cut, Share
 from .weights import ExpertRows, Rows, Weights
 
 # Over more positions, the biases of fewer dimensions have a mean. Any number from 1,000 to 32,768 serves well.
@@ -150,6 +151,11 @@ class ResidualStream:
             self._waiting = None
 
 
+def attention_share(config: ModelConfig, share: Share) -> Share:
+    """The part of each attention that a rank has: all of it where one norm needs all heads of a token."""
+    return WHOLE if config.head_norms == "all" else share
+
+
 class Attention:
     """Rotary attention over the paged cache, with one product for queries, keys and values.
 
@@ -166,24 +172,31 @@ class Attention:
         order = rotary_order(config.head_dim, rope.rotary_dim(config.head_dim), config.is_interleaved)
         # Kernels divide scores by √head_dim: another scale is folded into what makes the queries.
         scale = 1.0 if config.score_scale is None else config.score_scale * math.sqrt(config.head_dim)
+        share = attention_share(config, weights.share)
+        self._sum = share.sum
+        heads, kv_heads = share.heads(config.num_heads, config.num_kv_heads)
         self._norms = _head_norms(weights, name, config, order, scale) if config.head_norms else None
         self._query_norm: Norm | None = None
         if config.head_norms_behind:
             self._norms, self._query_norm = _head_norms_behind(weights, name, config, scale)
-        hidden, query = config.hidden_size, config.query_size
+        hidden, query = config.hidden_size, heads.times(config.head_dim)
         rows = _query_key_value(name, config, order, 1.0 if self._norms else scale)
+        if not share.is_whole:
+            rows = _of_rank(rows, query, kv_heads.times(config.head_dim))
         self._qkv = weights.linear(rows, hidden, config.qkv_bias)
         output = Rows(
             f"{name}.{config.names.output}",
             hidden,
             factor=1.0 if config.norms.attention_behind else config.residual_scale,
             is_transposed=config.is_transposed,
+            columns=None if share.is_whole else query,
         )
-        self._output = weights.linear([output], query, config.output_bias)
+        self._output = weights.linear([output], query.size, config.output_bias)
         sinks = weights.numbers(f"{name}.sinks", config.num_heads) if config.has_sinks else None
-        self._scoring = Scoring(config.score_cap, sinks)
+        self._scoring = Scoring(config.score_cap, None if sinks is None else sinks[heads.start : heads.stop])
         has_centre = config.qkv_bias and self._norms is None and self._scoring.is_plain
-        self._centre = _key_centre(weights.bias_once(rows), config, rope) if has_centre else None
+        own = replace(config, num_heads=heads.size, num_kv_heads=kv_heads.size)
+        self._centre = _key_centre(weights.bias_once(rows), own, rope) if has_centre else None
 
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
@@ -194,7 +207,7 @@ class Attention:
         if self._query_norm is not None:
             q = self._query_norm(q.flatten(0, 1)).view(q.shape)
         attended = self._ops.paged_attention(q, kv, step.attention[self._window], self._scoring)
-        return self._output(attended.flatten(1))
+        return self._sum(self._output(attended.flatten(1)))
 
 
 def _key_centre(bias: Tensor, config: ModelConfig, rope: RopeConfig) -> Tensor:
@@ -230,6 +243,14 @@ def _query_key_value(name: str, config: ModelConfig, order: Tensor | None, scale
     is_same = order is None and scale == 1 and not config.has_qkv_by_head
     rows = Rows(f"{name}.{names.qkv}", size, is_transposed=config.is_transposed)
     return [rows if is_same else replace(rows, order=whole, factor=factor)]
+
+
+def _of_rank(rows: list[Rows], query: Cut, kv: Cut) -> list[Rows]:
+    """The rows of some heads: `query` and `kv` are parts of the rows of queries, and of those of keys or values."""
+    if len(rows) == 3:
+        return [each.taking(cut.index()) for each, cut in zip(rows, (query, kv, kv), strict=True)]
+    index = torch.cat((query.index(), kv.index(query.whole), kv.index(query.whole + kv.whole)))
+    return [rows[0].taking(index)]
 
 
 def _head_norms(weights: Weights, name: str, config: ModelConfig, order: Tensor | None, scale: float) -> HeadNorms:
@@ -271,24 +292,41 @@ class MLP:
 
     name  of the feed-forward layer in the checkpoint, as in model.layers.0.mlp
     ffn   its width, if it is not that of the model's dense layers
+    sums  whether its products are summed over ranks here; otherwise the caller does that
     """
 
-    def __init__(self, weights: Weights, name: str, config: ModelConfig, ffn: int = 0) -> None:
+    def __init__(self, weights: Weights, name: str, config: ModelConfig, ffn: int = 0, sums: bool = True) -> None:
         hidden, ffn, names = config.hidden_size, ffn or config.ffn_size, config.names
+        cut, is_whole = weights.share.of(ffn, "columns of a feed-forward layer"), weights.share.is_whole
+        self._sum = weights.share.sum if sums else WHOLE.sum
         parts = [(names.gate, ffn), (names.up, ffn)] if names.gate else [(names.up, ffn)]
         if names.gate_up and weights.has(Rows(f"{name}.{names.gate_up}", 2 * ffn)):  # GGUF files may have them apart
             parts = [(names.gate_up, 2 * ffn)]
         rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
+        if not is_whole:
+            rows = [_columns_of_rank(each, cut) for each in rows]
         self._up = weights.linear(rows, hidden, config.mlp_bias)
         factor = 1.0 if config.norms.mlp_behind else config.residual_scale
-        down = Rows(f"{name}.{names.down}", hidden, factor=factor, is_transposed=config.is_transposed)
+        down = Rows(
+            f"{name}.{names.down}",
+            hidden,
+            factor=factor,
+            is_transposed=config.is_transposed,
+            columns=None if is_whole else cut,
+        )
         parameters = _xielu(weights, f"{name}.act_fn") if config.activation == "xielu" else ()
         activation = Activation(config.activation, bool(names.gate or names.gate_up), parameters)
-        self._down = weights.linear([down], ffn, config.mlp_bias, Use(activation))
+        self._down = weights.linear([down], cut.size, config.mlp_bias, Use(activation))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
-        return self._down(self._up(x))
+        return self._sum(self._down(self._up(x)))
+
+
+def _columns_of_rank(rows: Rows, cut: Cut) -> Rows:
+    """The rows that make some columns of a feed-forward layer: of its gate, of its up, or of both in one tensor."""
+    index = [cut.index(offset) for offset in range(0, rows.size, cut.whole)]
+    return rows.taking(torch.cat(index))
 
 
 def _xielu(weights: Weights, name: str) -> tuple[float, float]:
@@ -319,12 +357,19 @@ class ExpertMLP:
             self._correction = weights.numbers(f"{name}.{names.correction}", *shape).flatten()
         in_turn = torch.arange(2 * experts.ffn_size).view(-1, 2).T.flatten() if names.is_transposed else None
         parts = [_expert_rows(weights, name, config, experts, each, in_turn) for each in range(count)]
+        self._sum = weights.share.sum
+        cut = weights.share.of(experts.ffn_size, "columns of an expert")
+        if not weights.share.is_whole:
+            parts = [
+                ExpertRows([_columns_of_rank(rows, cut) for rows in each.gate_up], replace(each.down, columns=cut))
+                for each in parts
+            ]
         limit = experts.limit
         use = Use(Activation("clamped_silu", parameters=(limit,)) if limit else Activation(config.activation))
-        self._experts = weights.experts(parts, hidden, experts.ffn_size, experts.has_bias, use)
+        self._experts = weights.experts(parts, hidden, cut.size, experts.has_bias, use)
         self._shared = self._shared_gate = None
         if experts.shared_size:
-            self._shared = MLP(weights, f"{name}.{names.shared}", config, experts.shared_size)
+            self._shared = MLP(weights, f"{name}.{names.shared}", config, experts.shared_size, sums=False)
         if names.shared_gate:
             self._shared_gate = weights.router(Rows(f"{name}.{names.shared_gate}", 1), hidden)
 
@@ -333,7 +378,7 @@ class ExpertMLP:
         routes = self._ops.route(self._router(x), self._routing, self._correction)
         shared = None if self._shared is None else self._shared(x)
         gates = None if self._shared_gate is None else self._shared_gate(x)
-        return self._experts(x, routes, shared, gates)
+        return self._sum(self._experts(x, routes, shared, gates))
 
 
 def _expert_rows(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import PLAIN, ROUTER, Backend, Embedding, Experts, Linear, Use
+from .share import WHOLE, Share
 from .weights import ExpertRows, Place, Rows, Tensors, Weight, Weights
 
 MOST_VALUES = 1 << 22  # in a weight that is made
@@ -26,9 +27,15 @@ class MeasuredWeights(Weights):
     """Counts in `num_bytes` what the weights take in memory once the backend has packed them."""
 
     def __init__(
-        self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype, packs: bool = False
+        self,
+        tensors: Tensors,
+        ops: Backend,
+        device: torch.device,
+        dtype: torch.dtype,
+        packs: bool = False,
+        share: Share = WHOLE,
     ) -> None:
-        super().__init__(tensors, replace(ops, embedding=self._made_embedding), device, dtype, packs)
+        super().__init__(tensors, replace(ops, embedding=self._made_embedding), device, dtype, packs, share)
         self._embedding = ops.embedding
         self._known: dict[object, tuple[Any, int]] = {}
         self._table_rows = 0

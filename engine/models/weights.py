@@ -49,6 +49,7 @@ from ...kernels import (
     reads_blocks,
 )
 from ..core.errors import ConfigError
+from .share import WHOLE, Cut, Share
 
 INITIALIZER_RANGE = 0.02  # of random weights, as in transformers
 # The safetensors format's names of what can be converted to a weight.
@@ -79,6 +80,8 @@ class Rows:
     offset  what is added to a norm's weight before that
     is_transposed  the checkpoint has [in, out] of a matrix
     expert  which part of a tensor [experts, …] it is; None: the tensor is not one of several experts
+    whole_size  rows in the checkpoint, of which `order` names some; None: `size`
+    columns     inputs of a matrix that a rank multiplies; its product is summed over ranks, and rank 0 adds the bias
     """
 
     name: str
@@ -89,6 +92,28 @@ class Rows:
     is_transposed: bool = False
     expert: int | None = None
     is_bare: bool = False
+    whole_size: int | None = None
+    columns: Cut | None = None
+
+    def taking(self, index: Tensor) -> Rows:
+        """Some of these rows.
+
+        index  [rows] int64, their places
+        """
+        return replace(
+            self,
+            size=len(index),
+            order=index if self.order is None else self.order[index],
+            factor=self.factor[index] if isinstance(self.factor, Tensor) and self.factor.dim() else self.factor,
+            whole_size=self.whole_size or self.size,
+        )
+
+    def shape_of(self, place: Weight) -> tuple[int, ...]:
+        """The shape in the checkpoint of what fills `place`."""
+        shape = tuple(place.shape)
+        if self.whole_size is not None:
+            shape = (self.whole_size, *shape[1:])
+        return shape if self.columns is None or len(shape) == 1 else (shape[0], self.columns.whole)
 
     def tensor_name(self, kind: str) -> str:
         """Its name in the checkpoint; kind: weight or bias."""
@@ -175,10 +200,16 @@ class Checkpoint:
             raise ConfigError(f"tensor {name} has shape {list(stored.shape)}, without a part for expert {rows.expert}")
         if rows.expert is not None or rows.is_transposed:
             stored = StoredPart(stored, rows.expert, rows.is_transposed)
-        if stored.shape != tuple(place.shape):
-            shapes = f"shape {list(stored.shape)} in {self._folder.name}, but config.json makes it {list(place.shape)}"
+        if stored.shape != (wanted := rows.shape_of(place)):
+            shapes = f"shape {list(stored.shape)} in {self._folder.name}, but config.json makes it {list(wanted)}"
             raise ConfigError(f"tensor {name} has {shapes}")
-        parts = list(pieces(stored.shape, VALUES_AT_ONCE))
+        if rows.columns is not None and len(wanted) > 1:
+            columns = slice(rows.columns.start, rows.columns.stop)
+            if isinstance(stored, StoredPart):
+                stored = replace(stored, columns=columns)
+            else:
+                stored = StoredPart(stored, columns=columns)
+        parts = list(pieces(tuple(place.shape), VALUES_AT_ONCE))
         places = place.split([part.stop - part.start for part in parts]) if place.shape else [place]
         form = None if stored.grouping is None else GroupedFormat(*astuple(stored.grouping))
         dtype = _dtype(name, stored)
@@ -264,13 +295,20 @@ class Weights:
     """Makes the parts of a model from tensors, by the names that they have in a checkpoint without .weight or .bias.
 
     packs      round to 4 bits what the checkpoint holds whole, except embedding, head and routers
+    share      the part of the model that is wanted
     num_bytes  of the weights so far, as they were loaded: a backend may pack them more densely
     """
 
     def __init__(
-        self, tensors: Tensors, ops: Backend, device: torch.device, dtype: torch.dtype, packs: bool = False
+        self,
+        tensors: Tensors,
+        ops: Backend,
+        device: torch.device,
+        dtype: torch.dtype,
+        packs: bool = False,
+        share: Share = WHOLE,
     ) -> None:
-        self.ops, self.dtype = ops, dtype
+        self.ops, self.dtype, self.share = ops, dtype, share
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self.num_bytes = 0
         self._tensors, self._packs = tensors, packs and ops.keeps(INT4)
@@ -294,8 +332,11 @@ class Weights:
         return self._empty(size).fill_(1.0)
 
     def bias(self, rows: Sequence[Rows]) -> Tensor:
-        """The biases of products with the same input, [out]."""
-        return self._filled(self._empty(sum(each.size for each in rows)), rows, "bias")
+        """The biases of products with the same input, [out]. Where ranks sum their products, one of them adds it."""
+        found = self._filled(self._empty(sum(each.size for each in rows)), rows, "bias")
+        if (columns := rows[0].columns) is not None and columns.start:
+            found.zero_()
+        return found
 
     def bias_once(self, rows: Sequence[Rows]) -> Tensor:
         """Read biases that are needed only while the model is loaded, so `num_bytes` does not count them."""

@@ -25,8 +25,9 @@ from ...kernels.paged import GREATEST
 from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
 from ..core.layer_groups import LayerGroups
-from ..models import Decoder, load_model, read_config
+from ..models import Decoder, attention_share, load_model, read_config
 from ..models.config import Names
+from ..models.share import WHOLE, Share
 from ..models.weights import Checkpoint, Weights
 from .runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 
@@ -43,8 +44,9 @@ _OUT_OF_MEMORY = ("cannot allocate memory", "out of memory", "alloc_failed", "ca
 class LoadedModel:
     """
     longest      tokens of a sequence, prompt and output: what the model was trained for, or --max-model-len
-    spec         the size of its KV cache
+    spec         the size of its KV cache, of all ranks together
     cache_dtype  of the cache's pages
+    share        the part of the model that this is
     """
 
     name: str
@@ -55,6 +57,7 @@ class LoadedModel:
     longest: int
     spec: KVCacheSpec
     cache_dtype: torch.dtype
+    share: Share = WHOLE
 
     def info(self, num_blocks: int, settings: EngineConfig) -> RunnerInfo:
         """Describes the model with a cache of this size. Raises ConfigError if that is too small."""
@@ -82,8 +85,9 @@ class LoadedModel:
 
     def allocate_pages(self, num_blocks: int) -> list[PagedKV]:
         """The pages of a group's layers. They are not cleared, so on a CPU unused memory is not resident."""
-        spec = self.spec
-        shape = (spec.groups.size, 2, num_blocks, spec.block_size, spec.num_kv_heads)
+        spec, config = self.spec, self.model.config
+        _, kv_heads = attention_share(config, self.share).heads(config.num_heads, config.num_kv_heads)
+        shape = (spec.groups.size, 2, num_blocks, spec.block_size, kv_heads.size)
         pages = torch.empty(*shape, spec.head_dim, device=self.device, dtype=self.cache_dtype)
         if not spec.scale_bytes:
             return [PagedKV(keys, values) for keys, values in pages]
@@ -97,10 +101,12 @@ def load_for_serving(
     progress: Progress = no_progress,
     backend: Kernels | None = None,
     make_weights: type[Weights] = Weights,
+    share: Share = WHOLE,
 ) -> LoadedModel:
     """
     backend       the kernels to use; None: the best for this device
     make_weights  MeasuredWeights for a model whose sizes alone are wanted
+    share         the part of the model that this rank has
 
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
@@ -113,20 +119,25 @@ def load_for_serving(
         raise ConfigError("--kv-cache-dtype int8: on a CPU the model can be in bfloat16 or float32, not in float16")
     if cache_dtype in GREATEST and model.head_norms_behind:  # its queries are normalised once these pages are written
         raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} is not supported for {model.family}")
+    keeps_groups = model.has_grouped_weights
+    if not share.is_whole:  # a rank's columns may end within a group, so it has the values
+        keeps_groups = False
+        if config.quantization in ("int4", "fp8"):
+            raise ConfigError(f"--quantization {config.quantization}: --tensor-parallel cuts int8 or none only")
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
     if backend is None:
         backend = choose_backend(
             device,
             dtype,
             config.quantization,
-            model.has_grouped_weights,
+            keeps_groups,
             is_deterministic=config.deterministic,
             has_float8_weights=model.has_float8_weights,
         )
     ops = load_backend(*backend, config.deterministic)
     packs = config.quantization == "int4" and not model.has_grouped_weights
     with enough_memory("the weights", "--quantization"):
-        loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len, make_weights, packs)
+        loaded = load_model(folder, ops, device, dtype, progress, config.max_model_len, make_weights, packs, share)
         if ops.looks_up_rotations:
             loaded.tabulate_rotations(longest)
     spec = KVCacheSpec(
@@ -137,7 +148,7 @@ def load_for_serving(
         config.tokens_a_block(device.type),
         scale_bytes=torch.float32.itemsize if cache_dtype in GREATEST else 0,
     )
-    return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec, cache_dtype)
+    return LoadedModel(folder.name, loaded, ops, device, dtype, longest, spec, cache_dtype, share)
 
 
 @contextmanager
