@@ -37,6 +37,7 @@ Speculation = Literal["auto", "off"]
 MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits into 64 bits
 MAX_CONTEXT = 1 << 28  # tokens, whose ids fit into a message of gRPC
 MAX_BLOCK_SIZE = 1 << 20
+MAX_RANKS = 64
 
 
 def _check_power_of_two(value: int) -> None:
@@ -161,6 +162,12 @@ class EngineSettings(CommonSettings):
         None,
         "CPU threads that compute the model, at most four for each core of the machine.",
         panel=ENGINE_MODEL, unit="threads", at_least=1, check=check_cores, shown_default="one per physical core",
+    )  # fmt: skip
+    tensor_parallel: int = setting(
+        1,
+        "Processes that compute the model together, each with a part of every layer. CPU only. Without --threads they "
+        "share the processor's cores; with it each has so many threads.",
+        panel=ENGINE_MODEL, unit="processes", at_least=1, at_most=MAX_RANKS,
     )  # fmt: skip
     step_ms: str | None = setting(
         None,

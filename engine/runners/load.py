@@ -48,6 +48,8 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> Infor
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from None
     if model_config.get("model_type") == "synthetic":
+        if config.tensor_parallel > 1:
+            raise ConfigError("--tensor-parallel: the synthetic model has no layers to cut")
         return load_synthetic(config, model_config)
     if config.step_ms is not None:
         raise ConfigError("--step-ms: only the synthetic model has a step time to choose")
@@ -71,7 +73,15 @@ def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
     if device.type == "cpu":
         from .cpu.runner import ModelRunner
 
-        return ModelRunner(config, progress)
+        if config.tensor_parallel == 1:
+            return ModelRunner(config, progress)
+        if config.kv_store:
+            raise ConfigError("--kv-store needs --tensor-parallel 1: a rank has only a part of each block")
+        from .cpu.leader import Leader
+
+        return ModelRunner(config, progress, Leader(config))
+    if config.tensor_parallel > 1:
+        raise ConfigError("--tensor-parallel: only --device cpu has kernels that sum over processes")
     if config.kv_cache_dtype == "fp8":
         check_fp8("--kv-cache-dtype", device)
     return load_on_device(config, load_for_serving(config, device, progress), progress)

@@ -33,7 +33,13 @@ class DraftModel:
         if _tokenizer_of(folder) != _tokenizer_of(Path(config.model)):
             raise ConfigError(f"--draft-model {folder.name}: it has another tokenizer than {Path(config.model).name}")
         settings = replace(
-            config, model=str(folder), quantization="auto", max_model_len=None, host_kv_gb=0.0, kv_store=""
+            config,
+            model=str(folder),
+            quantization="auto",
+            max_model_len=None,
+            host_kv_gb=0.0,
+            kv_store="",
+            tensor_parallel=1,
         )
         self._runner = ModelRunner(settings, progress)
         info = self._runner.info

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,37 +19,54 @@ from ...core.errors import ConfigError
 from ...core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from ...loop.steps_in_flight import Computed
 from ...models import StepInputs
+from ...models.share import WHOLE, Share
 from ..loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
 from ..readings import NOT_FINITE, is_read, read
 from ..runner_info import count_blocks
 from .host_memory import HostMemory
+from .packed_step import packed_copies, packed_inputs, unpacked
 from .recorded_steps import RecordedSteps
 from .sampler import Choice, Sampler
 from .step_arrays import StepArrays
 
+if TYPE_CHECKING:
+    from .leader import Leader  # it imports torch.distributed, which others do not need
+
 
 class ModelRunner:
     """A model with its paged KV cache on a CPU. `launch` returns when the step is computed.
+
+    leader  what sends each step to the other ranks of a tensor-parallel group; None: there are none, or this is one
+    share   the part of the model that a rank other than the leader has
 
     Raises ConfigError if the checkpoint cannot be served with these settings.
     """
 
     lookahead = 0
 
-    def __init__(self, config: EngineConfig, progress: Progress = no_progress) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress = no_progress,
+        leader: Leader | None = None,
+        share: Share = WHOLE,
+    ) -> None:
+        share = share if leader is None else leader.share
         if config.overlap == "on":
             raise ConfigError("--overlap on: a CPU has computed a step when it is launched")
         if config.kv_cache_dtype == "fp8":
             check_fp8("--kv-cache-dtype", torch.device("cpu"))
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        elif not share.is_whole:
+            torch.set_num_threads(max(1, torch.get_num_threads() // share.count))
         set_num_threads(torch.get_num_threads())
-        loaded = load_for_serving(config, torch.device("cpu"), progress)
+        loaded = load_for_serving(config, torch.device("cpu"), progress, share=share)
         keep_freed_memory()
 
         limits = config.step_limits("cpu")
         self.max_choices = limits.token_budget
-        self._ops = loaded.ops
+        self._leader, self._ops = leader, loaded.ops
         self._model = loaded.model
         self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size)
         groups, windows = loaded.spec.groups, loaded.model.config.windows
@@ -60,7 +79,7 @@ class ModelRunner:
         if config.deterministic and not loaded.ops.can_record(self._cache[0]):
             raise ConfigError(f"--deterministic: there is no compiled attention for heads of {loaded.spec.head_dim}")
         self._recorded: RecordedSteps | None = None
-        if loaded.ops.can_record(self._cache[0]):
+        if loaded.ops.can_record(self._cache[0]) and share.is_whole:  # sums over ranks cannot be recorded
             self._recorded = RecordedSteps(
                 loaded.model,
                 loaded.ops,
@@ -73,12 +92,16 @@ class ModelRunner:
         self.info = loaded.info(num_blocks, config)
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
             self._host = HostMemory(self._pages, self.info.num_host_blocks)
+        if leader is not None:
+            self.info = replace(self.info, weight_bytes=self.info.weight_bytes + leader.wait_until_loaded())
 
     def launch(self, plan: StepPlan) -> Computed:
         return Computed(self.execute(plan))
 
     def recover(self) -> None:
-        """Does nothing: the runner keeps nothing that does not follow from the sequences' tokens."""
+        """Raise if the ranks are out of step. Nothing else is kept that does not follow from the sequences' tokens."""
+        if self._leader is not None:
+            self._leader.check_in_step()
 
     def host_row(self, host: int) -> memoryview:
         """Return the bytes of a host block, which only its user touches."""
@@ -87,15 +110,22 @@ class ModelRunner:
     @torch.inference_mode()
     def copy(self, plan: StepPlan) -> None:
         """Make the saves and loads of a plan that has nothing else."""
-        self._host.copy(plan)
+        self._copy(plan)
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Sampled:
-        """Computes a plan. Computing the same plan twice writes the same cache and chooses the same tokens."""
+    def _copy(self, plan: StepPlan) -> float:
+        """Make the copies of a plan, here and on all other ranks. Returns the seconds that host memory took."""
+        if self._leader is not None and (plan.saves or plan.loads or plan.copies):
+            self._leader.send(packed_copies(plan))
         copied_s = self._host.copy(plan)
         if plan.copies:
             sources, targets = torch.tensor(plan.copies).T
             copy_blocks(self._pages, sources, targets)
+        return copied_s
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Computes a plan. Computing the same plan twice writes the same cache and chooses the same tokens."""
+        copied_s = self._copy(plan)
         drafts = {index: chunk.drafts for index, chunk in enumerate(plan.chunks) if chunk.drafts}
         num_recorded = self._num_recorded
         logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
@@ -135,18 +165,30 @@ class ModelRunner:
         rows  the chunks, with one of its own for each row of those with drafts
         """
         if is_read(chunks):
-            inputs = self._pack(rows)
-            hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
+            inputs, hidden = self._hidden_states(rows)
             offsets = itertools.accumulate((chunk.length for chunk in chunks[:-1]), initial=0)
             pending = read(self._model, hidden, inputs.token_ids, chunks, offsets)
             readings = {index: each.result() for index, each in pending.items()}
             return self._model.head(hidden, inputs.logit_rows), readings
         if self._recorded is not None and self._recorded.has_room_for(rows):
             return self._recorded.logits(rows), {}
-        return self._model.forward(self._pack(rows), self._cache), {}
+        inputs, hidden = self._hidden_states(rows)
+        return self._model.head(hidden, inputs.logit_rows), {}
 
-    def _pack(self, chunks: list[Chunk]) -> StepInputs:
-        return self._arrays.pack(chunks, self._ops, self._cache[0])
+    def _hidden_states(self, chunks: list[Chunk]) -> tuple[StepInputs, Tensor]:
+        """What every rank computes. The head, and the choice of tokens, are rank 0's alone."""
+        inputs = self._arrays.pack(chunks, self._ops, self._cache[0])
+        with nullcontext() if self._leader is None else self._leader.step(packed_inputs(inputs)):
+            return inputs, self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
+
+    @torch.inference_mode()
+    def follow(self, message: bytes) -> None:
+        """Do a rank's part of a step that another rank has packed."""
+        step = unpacked(message, self._cache[0], self._ops, self._arrays)
+        if isinstance(step, StepPlan):
+            self._copy(step)
+        else:
+            self._model.hidden_states(self._model.embed(step), step, self._cache)
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:
@@ -155,7 +197,7 @@ class ModelRunner:
         chunk   at most a token budget long; earlier tokens of its sequence are computed
         return  [chunk.length, vocab], in the dtype of the weights or float32
         """
-        return self._model.forward(replace(self._pack([chunk]), logit_rows=None), self._cache)
+        return self._model.head(self._hidden_states([chunk])[1])
 
 
 def one_row_each(chunks: list[Chunk]) -> list[Chunk]:

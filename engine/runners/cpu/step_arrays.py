@@ -53,6 +53,16 @@ class StepArrays:
         self._free_rows = list(range(token_budget))
         self._step = 0
 
+    @property
+    def windows(self) -> Sequence[set[int | None]]:
+        """The sliding windows of each group of layers."""
+        return self._windows
+
+    @property
+    def group_of(self) -> Sequence[int]:
+        """Each layer's group."""
+        return self._group_of
+
     def pack(self, chunks: list[Chunk], ops: Backend, kv: PagedKV) -> StepInputs:
         """The model's inputs for these chunks, on the device of the pages `kv`. Valid until the next call."""
         self._step += 1

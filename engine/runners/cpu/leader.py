@@ -1,0 +1,124 @@
+"""Rank 0's side of a tensor-parallel group: it starts the other ranks, sends them its steps, and ends with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+
+from ....settings import EXIT_CONFIG
+from ....settings.engine import EngineConfig
+from ...core.errors import ConfigError, EngineError
+from ...models.share import Share
+from .ranks import EXIT_FAILURE, join, leave, receive_frame, send_frame, sum_over_ranks
+
+log = logging.getLogger("pagoda.engine")
+
+
+def exit_at_once() -> None:
+    """End this process: nothing is retried without a rank. Whatever started the engine starts it again."""
+    logging.shutdown()
+    os._exit(EXIT_FAILURE)
+
+
+class Leader:
+    """The processes of all ranks but this one, which end when this process ends, however it ends.
+
+    Each rank gets a socket of its own. The ranks exchange partial sums over the loopback interface.
+
+    on_loss  called on another thread when a rank ends before `close`
+    """
+
+    def __init__(self, config: EngineConfig, on_loss: Callable[[], None] = exit_at_once) -> None:
+        self.share = Share(0, config.tensor_parallel, partial(sum_over_ranks, config.tensor_parallel))
+        self._config, self._on_loss = config, on_loss
+        self._is_in_step, self._is_closed = True, False
+        self._folder = tempfile.TemporaryDirectory(prefix="pagoda-")  # mode 0700: no other user can join
+        self._sockets: list[socket.socket] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, config.tensor_parallel):
+            self._start(rank)
+
+    def wait_until_loaded(self) -> int:
+        """Wait for the other ranks, and return the bytes of their weights.
+
+        Raises ConfigError if a rank cannot serve with these settings.
+        """
+        weight_bytes = 0
+        for rank, (ours, process) in enumerate(zip(self._sockets, self.processes, strict=True), 1):
+            if (loaded := receive_frame(ours)) is None:
+                code = process.wait()
+                message = f"--tensor-parallel: rank {rank} ended with code {code} before it had loaded its part"
+                raise ConfigError(message) if code == EXIT_CONFIG else EngineError(message)
+            weight_bytes += int(loaded)
+            ours.settimeout(self._config.hang_timeout_s)
+        for rank, process in enumerate(self.processes, 1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
+        for ours in self._sockets:
+            send_frame(ours, b"join")
+        join(self._config, self._store, 0)
+        for ours in self._sockets:
+            receive_frame(ours)  # the rank needs the folder no more
+        self._folder.cleanup()
+        return weight_bytes
+
+    def send(self, message: bytes) -> None:
+        """Send a message to all other ranks. The first that fails leaves the ranks out of step."""
+        was_in_step, self._is_in_step = self._is_in_step, False
+        for each in self._sockets:
+            send_frame(each, message)
+        self._is_in_step = was_in_step
+
+    @contextmanager
+    def step(self, message: bytes) -> Iterator[None]:
+        """Send a step that this rank computes inside. If that fails, the others wait for its sums in vain."""
+        self.send(message)
+        self._is_in_step = False
+        yield
+        self._is_in_step = True
+
+    def check_in_step(self) -> None:
+        """Raise EngineError if the other ranks do not wait for the next step."""
+        if not self._is_in_step:
+            raise EngineError("--tensor-parallel: a step failed on one rank, so the group must start again")
+
+    def close(self) -> None:
+        """End the group. Its processes have ended then."""
+        self._is_closed = True
+        for each in self._sockets:
+            each.close()
+        leave()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
+
+    @property
+    def _store(self) -> str:
+        return os.path.join(self._folder.name, "ranks")
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "pagoda_server.engine.runners.cpu.follower", str(theirs.fileno())]
+            self.processes.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=[theirs.fileno()])
+            )
+        self._sockets.append(ours)
+        start = {"config": asdict(self._config), "rank": rank, "store": self._store}
+        send_frame(ours, json.dumps(start).encode())
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self._is_closed:
+            log.error("rank %d of %d ended with %d: the engine ends with it", rank, self.share.count, code)
+            self._on_loss()

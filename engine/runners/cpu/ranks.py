@@ -1,0 +1,62 @@
+"""What all ranks of a tensor-parallel group do: frames over a socket, and sums over gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....settings.engine import EngineConfig
+
+EXIT_FAILURE = 1
+_LENGTH = struct.Struct("=I")  # of a frame; both ends are on one host
+
+
+def join(config: EngineConfig, store: str, rank: int) -> None:
+    """Wait for the other ranks. A rank that does not answer for the hang limit fails a sum on all others.
+
+    store  a file in a folder that no other user reads, through which the ranks find each other
+    """
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback  # else gloo listens where the host's name leads
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=config.tensor_parallel,
+        timeout=timedelta(seconds=config.hang_timeout_s),
+    )
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(count: int, partial: Tensor) -> Tensor:
+    """The sum of a tensor of each rank, added in float32 in the order of ranks, so that all ranks get the same bits."""
+    parts = torch.empty(count, *partial.shape, dtype=partial.dtype)
+    dist.all_gather([part.view(torch.uint8) for part in parts], partial.contiguous().view(torch.uint8))
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    return total.to(partial.dtype)
+
+
+def send_frame(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def receive_frame(connection: socket.socket) -> bytes | None:
+    """The next message; None if the other end has closed."""
+    header = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(header) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(header)
+    message = connection.recv(length, socket.MSG_WAITALL)
+    return message if len(message) == length else None

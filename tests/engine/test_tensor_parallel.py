@@ -1,0 +1,97 @@
+"""A model that several ranks compute together says what one rank says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from torch import Tensor
+
+from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.core.step import Chunk
+from pagoda_server.engine.models.share import Share
+from pagoda_server.engine.runners import load
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.settings import EngineConfig
+from tests.engine.tiny_models import BLOCK_SIZE, MODELS, ShuffledBlocks, load_runner, random_prompt, saved_model
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPT = random_prompt(20, seed=1)
+DIFFERENT = ("llama with biases", "olmo2", "gpt2", "gpt_neox", "phi3", "mixtral", "gpt_oss", "qwen2_moe")
+
+
+class ThreadRanks:
+    """The ranks of a group as threads of this process, which sum as the processes of a real one do."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count, timeout=60)
+        self._parts: list[Tensor] = [torch.empty(0)] * count
+        self.shares = [Share(rank, count, self._summing(rank)) for rank in range(count)]
+
+    def run(self, compute: Callable[[Share], Tensor]) -> list[Tensor]:
+        with ThreadPoolExecutor(len(self.shares)) as threads:
+            return list(threads.map(compute, self.shares))
+
+    def _summing(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def sum_(partial: Tensor) -> Tensor:
+            self._parts[rank] = partial
+            self._barrier.wait()
+            total = self._parts[0].float()
+            for part in self._parts[1:]:
+                total = total + part
+            self._barrier.wait()
+            return total.to(partial.dtype)
+
+        return sum_
+
+
+def logits_of(runner: ModelRunner) -> Tensor:
+    seq = ShuffledBlocks(runner).sequence(PROMPT, 1)
+    first = runner.logits(Chunk(seq, 0, 13, False)).float()
+    return torch.cat((first, runner.logits(Chunk(seq, 13, len(PROMPT) - 13, False)).float()))
+
+
+def settings_of(folder: Path, **settings: object) -> EngineConfig:
+    defaults = {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, "kv_cache_gb": 0.002, "threads": 1}
+    return EngineConfig(str(folder), **(defaults | settings))  # type: ignore[arg-type]
+
+
+def cases() -> list[ParameterSet]:
+    """Every model on 2 and 3 ranks; in the fast tests, one of each way to cut a tensor."""
+    return [
+        pytest.param(name, count, marks=[] if count == 2 and name in DIFFERENT else pytest.mark.thorough)
+        for name in MODELS
+        for count in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize(("name", "count"), cases())
+def test_ranks_compute_the_logits_of_one(name: str, count: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = saved_model(name, tmp_path_factory)
+    alone = logits_of(load_runner(folder))
+    for found in ThreadRanks(count).run(lambda share: logits_of(ModelRunner(settings_of(folder), share=share))):
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_formats_that_are_not_cut_are_refused(quantization: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings = settings_of(saved_model("llama", tmp_path_factory), dtype="bfloat16", quantization=quantization)
+    with pytest.raises(ConfigError, match=f"--quantization {quantization}: --tensor-parallel cuts int8 or none only"):
+        ModelRunner(settings, share=Share(0, 2))
+
+
+def test_what_needs_whole_blocks_or_has_no_layers_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = saved_model("llama", tmp_path_factory)
+    config = settings_of(folder, kv_store=str(folder), host_kv_gb=1.0, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="--kv-store needs --tensor-parallel 1"):
+        load.load_runner(config, folder, no_progress)
+    with pytest.raises(ConfigError, match="--tensor-parallel: the synthetic model has no layers to cut"):
+        load.load_runner(EngineConfig("synthetic", tensor_parallel=2), resolve("synthetic", no_progress), no_progress)
