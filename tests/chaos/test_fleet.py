@@ -1,9 +1,13 @@
-"""Faults of one engine of three, under load: `make test-chaos`. No call may notice more than a pause."""
+"""Faults and changes of a fleet, under load: `make test-chaos`. No call may notice more than a pause.
+
+One engine of three dies, hangs, ends or leaves; an engine of another model joins; the routers are replaced.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import signal
 import subprocess
@@ -38,7 +42,13 @@ HANG_TIMEOUT_S = 4.0
 ROUNDS = 2  # each engine's faults
 RECOVERY_S = 60.0
 REFUSED = "ENGINES_LOST"
-ENGINE_HUNG = r"ERROR the engine at .* hangs: it has not answered for 4 s"
+NUM_ROUTERS = 2
+AGE_S = 1  # of a connection; routers that are replaced end once every connection has been asked to
+EXPLAINED = (
+    r"ERROR the engine at .* hangs: it has not answered for 4 s",
+    r"ERROR the engine at .* is not used: it has ",
+    r"Closing acceptor. Failed accept4",  # gRPC's, of a port that is no longer listened on
+)
 
 
 class Engines:
@@ -46,6 +56,9 @@ class Engines:
 
     def __init__(self, stack: contextlib.ExitStack, model: Path, folder: Path) -> None:
         self._addresses = [f"shm:{folder / 'a'}", f"unix:{folder / 'b'}", free_address()]
+        self._impostor = f"unix:{folder / 'impostor'}"
+        self._list = folder / "engines.json"
+        self._write(self._addresses)
         self._arguments = (
             "--model", str(model), "--dtype", "float32", "--quantization", "none", "--threads", "1",
             "--kv-cache-gb", "0.0005", "--max-num-seqs", "24",
@@ -58,14 +71,20 @@ class Engines:
         tenants.write_text(tenants_file())
         self.server: Server = stack.enter_context(
             running_server(
-                "--model", str(model), "--engine", ",".join(self._addresses), "--tenants-file", str(tenants),
+                "--model", str(model), "--engine", f"file:{self._list}", "--tenants-file", str(tenants),
                 "--max-requests", "64", "--stall-timeout-s", str(STALL_TIMEOUT_S),
-                "--hang-timeout-s", str(HANG_TIMEOUT_S),
+                "--hang-timeout-s", str(HANG_TIMEOUT_S), "--workers", str(NUM_ROUTERS),
+                "--max-connection-age-s", str(AGE_S),
             )
         )  # fmt: skip
 
     def _start(self, at: int) -> subprocess.Popen[str]:
         return self._contexts[at].enter_context(running_engine(self._addresses[at], *self._arguments))
+
+    def _write(self, addresses: list[str]) -> None:
+        new = self._list.with_suffix(".new")
+        new.write_text(json.dumps({"engines": [{"address": address} for address in addresses]}))
+        new.replace(self._list)
 
     def start_again(self, at: int) -> None:
         self._contexts[at].close()
@@ -103,11 +122,35 @@ class Engines:
         assert code == 0, f"an engine that drains exited with {code}"
         await asyncio.to_thread(self.start_again, at)
 
+    async def leave(self, at: int) -> None:
+        """It leaves the list, runs its streams to their end, and joins again."""
+        self._write([address for address in self._addresses if address != self._addresses[at]])
+        await self.wait(lambda load: len(load.engines) < len(self._addresses))
+        self._write(self._addresses)
+
+    async def impostor(self, at: int) -> None:
+        """An engine of another model joins, is refused and leaves."""
+        refusals = self.server.log.read_text().count("is not used")
+        with running_engine(self._impostor, "--model", "synthetic"):
+            self._write([*self._addresses[at:], self._impostor, *self._addresses[:at]])
+            async with asyncio.timeout(RECOVERY_S):
+                while self.server.log.read_text().count("is not used") == refusals:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            self._write(self._addresses)
+
+    async def upgrade(self, at: int) -> None:
+        """Other routers take the place of those that serve."""
+        count = self.server.log.read_text().count("the routers have been replaced")
+        self.server.process.send_signal(signal.SIGUSR2)
+        async with asyncio.timeout(RECOVERY_S):
+            while self.server.log.read_text().count("the routers have been replaced") == count:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(NUM_SEEDS))
-async def test_faults_of_one_engine_of_three_are_a_pause(number: int, model: Path, tmp_path: Path) -> None:
+async def test_faults_and_changes_of_a_fleet_are_a_pause(number: int, model: Path, tmp_path: Path) -> None:
     seed = FIRST_SEED + number
     chance = random.Random(seed)
     print(f"\nSEED={seed} make test-chaos repeats this")
@@ -118,7 +161,9 @@ async def test_faults_of_one_engine_of_three_are_a_pause(number: int, model: Pat
         solo = await solo_runs(engines.server.address, items)
         clients = Clients(engines.server.address, (), items)
         clients.connect()
-        faults = [(fault, at) for fault in (engines.kill, engines.hang, engines.drain) for at in range(3)] * ROUNDS
+        of_each = (engines.kill, engines.hang, engines.drain, engines.leave)
+        faults = [(fault, at) for fault in of_each for at in range(3)] * ROUNDS
+        faults += [(fault, at) for fault in (engines.impostor, engines.upgrade) for at in range(2)]
         chance.shuffle(faults)
         injected: list[tuple[str, float, float]] = []  # with the times of their beginning and end
 
@@ -144,7 +189,7 @@ async def test_faults_of_one_engine_of_three_are_a_pause(number: int, model: Pat
                 outcome.allowed |= {outcome.status}
         violations = check_canaries(solo) + check_calls(clients.begun, clients.outcomes, (), solo)
         log = engines.server.log.read_text()
-        violations += check_log(log, (ENGINE_HUNG,))
+        violations += check_log(log, EXPLAINED)
         violations += [f"the server exited with {code} after SIGTERM"] if code else []
     statuses = Counter(f"{each.status} {each.error_reason}".strip() for each in clients.outcomes)
     print(f"  {len(clients.outcomes)} calls by status: {dict(statuses.most_common())}")
