@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
@@ -18,6 +19,8 @@ from . import followed
 MAX_PEM_BYTES = 1 << 20
 MAX_TOKEN_BYTES = 1 << 12
 MAX_TOKENS = 2  # the old one and the new one
+DAY_S = 86400.0
+WARNS_BEFORE_DAYS = 30
 
 
 class TrustError(Exception):
@@ -112,7 +115,19 @@ class ChannelTrust:
     async def follow(self, log: logging.Logger) -> None:
         """Read the files whenever they have changed. What is wrong with them is logged, and the last ones stay."""
         if self.paths:
-            await followed.follow(self, TrustError, log)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(followed.follow(self, TrustError, log))
+                tasks.create_task(self._warn_of_expiry(log))
+
+    async def _warn_of_expiry(self, log: logging.Logger) -> None:
+        """Log once a day that this end's certificate expires soon, or has expired."""
+        while True:
+            if certificates := self.current.certificates:
+                days = (certificates.expires - time.time()) / DAY_S
+                if days < WARNS_BEFORE_DAYS:
+                    when = f"expires in {days:.1f} days" if days > 0 else "has expired"
+                    log.warning("--channel-tls-cert %s: it %s: renew it", self._config.channel_tls_cert, when)
+            await asyncio.sleep(DAY_S)
 
 
 def _read(option: str, path: Path, max_bytes: int) -> bytes:

@@ -24,7 +24,7 @@ from pagoda_server.router.engines import channel as engine_channel
 from pagoda_server.router.engines import handshake
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.handshake import channel_trust
-from pagoda_server.runtime.channel_trust import ChannelTrust
+from pagoda_server.runtime.channel_trust import DAY_S, ChannelTrust
 from pagoda_server.settings import ServeConfig
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import ROOT, Server, free_address, running_engine, running_server
@@ -233,6 +233,20 @@ async def test_certificates_that_have_expired_are_named_on_either_end(
     expired.adopt(replace(expired.current, certificates=replace(expired.current.certificates, expires=0)))
     async with connecting(guarded.address, expired):
         await until(lambda: "this router's own certificate has expired: renew --channel-tls-cert" in caplog.text)
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_certificate_that_expires_soon_is_logged_every_day(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for days in (29.96, 365):
+        fleet = Fleet(tmp_path / str(days))
+        Authority(fleet.folder, days).add(["127.0.0.1"])
+        following = asyncio.create_task(trust(*fleet.certificates("router")).follow(logging.getLogger("pagoda.router")))
+        await asyncio.sleep(2.5 * DAY_S)
+        following.cancel()
+    line = f"--channel-tls-cert {tmp_path / '29.96' / 'router.pem'}: it expires in 30.0 days: renew it"
+    assert caplog.messages == [line] * 3, "time.time() stands still here"
 
 
 def test_the_certificate_of_an_engine_makes_no_router(fleet: Fleet, guarded: Guarded) -> None:
