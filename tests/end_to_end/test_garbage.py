@@ -17,7 +17,6 @@ from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from pagoda_server.checkpoints import find_model
 from pagoda_server.router.process.router import Router
 from pagoda_server.router.process.supervisor import SpawnedEngine, spawned_engine
-from pagoda_server.router.text.tokenizer import Tokenizer
 from pagoda_server.runtime import event_loop
 from pagoda_server.settings import ServeConfig
 from tests.servers import free_address
@@ -52,7 +51,7 @@ def test_requests_leave_nothing_to_the_garbage_collector(way: str) -> None:
     config = ServeConfig(model="synthetic", served_model_name="synthetic", listen=address, http=http, log_level="error")
 
     async def main(folder: Path, engine: SpawnedEngine | None) -> None:
-        router = asyncio.create_task(Router(config, folder, Tokenizer(folder), engine).run())
+        router = asyncio.create_task(Router(config, {"synthetic": folder}, engine).run())
         async with grpc.aio.insecure_channel(address) as channel:
             health, inference = health_pb2_grpc.HealthStub(channel), inference_pb2_grpc.InferenceStub(channel)
             check = health_pb2.HealthCheckRequest()
