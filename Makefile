@@ -47,7 +47,7 @@ demo: $(SERVE)            ## stream eight prompts at once from a real server
 serve: $(SERVE)           ## run a server until Ctrl-C: gRPC on 127.0.0.1:50051, HTTP on 127.0.0.1:8000; ARGS="--model …"
 	@$(BIN)/pagoda serve --http 127.0.0.1:8000 --default-max-tokens 1024 $(ARGS)
 
-test: $(DEV)              ## run the fast tests: about three minutes on 2 cores
+test: $(DEV)              ## run the fast tests: about four minutes on 2 cores
 	@$(PYTEST) -m "not thorough and not simulated and $(HERE)" $(ARGS)
 
 check: $(DEV)             ## lint the files that a change touches, and run the fast tests of their rooms

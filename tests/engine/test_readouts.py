@@ -281,6 +281,6 @@ def test_decodes_after_a_prompt_that_was_read_are_recorded(tmp_path: Path, monke
     seq = served.add(random_prompt(5, seed=3), Readout(logprobs_from=1), 10)
     served.steps.launch(served.scheduler.schedule())
     served.steps.commit_oldest()
-    monkeypatch.setattr(runner, "_pack", None)  # a recorded step does not need it
+    monkeypatch.setattr(runner, "_hidden_states", None)  # a recorded step does not need it
     served.run()
     assert seq.output_len == 10
