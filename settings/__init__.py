@@ -8,6 +8,14 @@ of its other fields.
 
 from .engine import EngineConfig, EngineSettings
 from .router import RouterSettings, ServeConfig
-from .setting import EXIT_CONFIG, SettingError
+from .setting import EXIT_CONFIG, EXIT_FAILURE, SettingError
 
-__all__ = ["EXIT_CONFIG", "EngineConfig", "EngineSettings", "RouterSettings", "ServeConfig", "SettingError"]
+__all__ = [
+    "EXIT_CONFIG",
+    "EXIT_FAILURE",
+    "EngineConfig",
+    "EngineSettings",
+    "RouterSettings",
+    "ServeConfig",
+    "SettingError",
+]

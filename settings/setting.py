@@ -28,6 +28,7 @@ PANELS = (
     ENGINE_SCHEDULING,
 )  # in --help's order
 
+EXIT_FAILURE = 1  # exit code of a process that could work after a restart
 EXIT_CONFIG = 2  # exit code of both processes for a setting that cannot work: a restart would not help
 MAX_UINT32 = (1 << 32) - 1  # the largest count that the protocol carries
 MOST_A_CORE = 4  # threads or processes: more of them would only wait for each other

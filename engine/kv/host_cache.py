@@ -70,7 +70,10 @@ class HostCache:
         return self._host_of.setdefault(address, host) == host
 
     def take(self) -> int | None:
-        """Take a host block, from what is cached if none is free. Whoever takes it calls `give_back`, or `put`."""
+        """Take a free host block, or else the least recently used cached one; None if all are in use.
+
+        The caller ends its use by `give_back`, or by `put` if the block is to be cached.
+        """
         return self._free.pop() if self._free else self.reclaim()
 
     def give_back(self, host: int) -> None:

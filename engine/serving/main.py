@@ -28,7 +28,7 @@ from ...checkpoints.fingerprint import weights_fingerprint
 from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust
 from ...runtime.logs import start_logging
-from ...settings import EXIT_CONFIG, EngineConfig, EngineSettings, SettingError
+from ...settings import EXIT_CONFIG, EXIT_FAILURE, EngineConfig, EngineSettings, SettingError
 from ..core.errors import ConfigError
 from ..drafting import PromptLookup, Speculation
 from ..kv.blocks import BlockPool
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pagoda.engine")
 
-EXIT_FAILURE = 1
 PROTOCOL_VERSION = 2  # EngineInfo.protocol_version
 
 T = TypeVar("T")

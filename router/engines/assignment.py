@@ -16,7 +16,7 @@ from .refusals import WrongEngine
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What tells a model from the others of a router.
+    """What identifies one of a router's models.
 
     tokenizer  SHA-256 of its tokenizer.json, in hex
     weights    their fingerprint; empty: the tokenizer is no other model's, and the engines settle whose weights serve
@@ -30,8 +30,8 @@ class Signature:
 def signatures(models: Sequence[tuple[str, Path, str]]) -> list[Signature]:
     """The signatures of models, of which each has a name, a folder and the fingerprint of its tokenizer.
 
-    Raises ConfigError for two that no engine could be told apart by, CheckpointError for a folder without weights where
-    they are needed.
+    Raises ConfigError for two models with the same signature, CheckpointError for a folder without the weights that are
+    needed.
     """
     count = Counter(tokenizer for _, _, tokenizer in models)
     found: dict[tuple[str, str], Signature] = {}

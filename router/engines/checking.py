@@ -120,7 +120,7 @@ class Checks:
                 self._check_trace(message.trace)
             case "hello":
                 pass
-            case _:  # a later version may send what this one does not know, though nobody asked for it
+            case _:  # unknown here: an engine of a later version may send it unasked
                 self._count_idle()
 
     def _check_step(self, step: engine_pb2.StepOutput, hello: control_pb2.EngineInfo) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from typing import Literal
-
-log = logging.getLogger("pagoda.router")
 
 SAYS_AGAIN_S = 60.0  # the same fault of an engine is one line of the log in this time
 LONGEST_PAUSE_S = 30.0

@@ -82,7 +82,7 @@ def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:
     started, models = int(time.time()), inference.models
 
     def described(model: ServedModel) -> dict[str, object]:
-        most = model.limits.max_model_len if model.architecture else None  # an engine tells it
+        most = model.limits.max_model_len if model.architecture else None  # an engine reports it
         return {"id": model.name, "object": "model", "created": started, "owned_by": "pagoda", "max_model_len": most}
 
     async def all_models(request: Request) -> Response:

@@ -74,7 +74,7 @@ class HttpPort:
     async def leave(self, grace_s: float) -> None:
         """Accept no more connections, because others listen here too, and serve those that are open.
 
-        Answers that begin from now on tell their clients that the connection closes; a client whose answer has begun
+        Answers that begin from now on announce that the connection closes; a client whose answer has begun
         may send one more request. This returns when no connection is left, or after the grace period.
         """
         self._server.config.encoded_headers.append((b"connection", b"close"))  # it takes effect within a second

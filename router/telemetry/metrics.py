@@ -69,7 +69,7 @@ class Tally:
 
     failover  counts those that lost their engine
     router    this router's number among those that share a port
-    model     the one that is served; empty: there are several, and a call's record tells its own
+    model     the one that is served; empty: there are several, and a call's record names its own
     """
 
     def __init__(self, fleet: Fleet, admission: Admission, failover: Failover, router: int, model: str) -> None:
@@ -303,7 +303,7 @@ class Metrics:
     """Makes the page for a server of one router or several.
 
     model   see Page
-    fleet   tells the models of the engines
+    fleet   its engines, with their models
     tally   what this router counts
     known   what it knows of the engines
     others  the other routers' serialized tallies. Raises Unavailable if one that lives does not answer

@@ -148,7 +148,7 @@ def test_http_names_models_as_grpc_does(tmp_path: Path) -> None:
     with serving(tmp_path) as models:
         status, listed = models.http("/v1/models")
         assert (status, [each["id"] for each in listed["data"]]) == (200, ["synthetic", "wide", "tuned"])
-        assert listed["data"][2]["max_model_len"] is None, "no engine has told it"
+        assert listed["data"][2]["max_model_len"] is None, "no engine has reported it"
         assert models.http("/v1/models/wide")[1]["id"] == "wide"
         assert models.http("/v1/models/tuned")[0] == 503
         body = {"model": "wide", "prompt": "once", "max_tokens": 5, "temperature": 0, "ignore_eos": True}

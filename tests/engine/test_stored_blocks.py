@@ -222,7 +222,7 @@ def test_copies_that_fail_end_no_loop(path: Path, monkeypatch: pytest.MonkeyPatc
     engine = small(path, host_blocks=8)
 
     def fail(_: object) -> None:
-        raise RuntimeError("as told")
+        raise RuntimeError("as the test asks")
 
     served(engine, 0)
     monkeypatch.setattr(engine.runner, "copy", fail)

@@ -36,7 +36,7 @@ def test_a_tokenizer_that_one_model_has_tells_the_model() -> None:
 def test_models_with_one_tokenizer_are_told_apart_by_their_weights(tmp_path: Path) -> None:
     one, two = folder(tmp_path / "1", vocab_size=10), folder(tmp_path / "2", vocab_size=20)
     known = signatures([("one", one, "aa"), ("two", two, "aa"), ("three", tmp_path, "bb")])
-    assert known[2] == Signature("three", "bb"), "no weights are read where the tokenizer tells"
+    assert known[2] == Signature("three", "bb"), "no weights are read where the tokenizer decides"
     assert model_of(info("aa", weights_fingerprint(two)), known) == "two"
     assert model_of(info("bb"), known) == "three"
     for unknown in ("", "cc"):

@@ -77,7 +77,7 @@ def test_load_has_an_entry_for_each_engine_that_is_ready() -> None:
     load = control(away, first, engine(running=2)).load()
     assert [(entry.engine, entry.running) for entry in load.engines] == [(1, 1), (2, 2)]
     assert [(entry.kv_waste, entry.prefix_hit_rate) for entry in load.engines] == [(0.25, 0.5), (0, 0)]
-    assert not first.sequences.load.kv_waste, "the channel's own figures stay as the engine told them"
+    assert not first.sequences.load.kv_waste, "the channel's own figures stay as the engine reported them"
 
 
 async def test_server_info_has_an_entry_for_each_engine_in_whatever_state() -> None:

@@ -57,7 +57,7 @@ def test_until_its_model_is_known_a_message_has_the_widest_limits() -> None:
     widest = two().limits
     assert (widest.max_model_len, widest.vocab_size, widest.has_chat_template) == (900, 50, True)
     models = two()
-    models.named("two").architecture = ""  # no engine has told its limits yet
+    models.named("two").architecture = ""  # no engine has reported its limits yet
     assert models.limits.max_model_len == 100
 
 

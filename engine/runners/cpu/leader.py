@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
-from ....settings import EXIT_CONFIG
+from ....settings import EXIT_CONFIG, EXIT_FAILURE
 from ....settings.engine import EngineConfig
 from ...core.errors import ConfigError, EngineError
 from ...models.share import Share
-from .ranks import EXIT_FAILURE, join, leave, receive_frame, send_frame, sum_over_ranks
+from .ranks import join, leave, receive_frame, send_frame, sum_over_ranks
 
 log = logging.getLogger("pagoda.engine")
 

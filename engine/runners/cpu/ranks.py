@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ....settings.engine import EngineConfig
 
-EXIT_FAILURE = 1
 _LENGTH = struct.Struct("=I")  # of a frame; both ends are on one host
 
 

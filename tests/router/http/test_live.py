@@ -178,10 +178,10 @@ def channel() -> Channel:
 @pytest.fixture
 def feed(channel: Channel) -> LiveFeed:
     async def load() -> control_pb2.Load:
-        told = control_pb2.Load(engines=[channel.sequences.load], requests=3)
-        told.tenants.add(name="acme", share=0.75)
-        told.tenants.add(name="brown", share=0.25)
-        return told
+        answer = control_pb2.Load(engines=[channel.sequences.load], requests=3)
+        answer.tenants.add(name="acme", share=0.75)
+        answer.tenants.add(name="brown", share=0.25)
+        return answer
 
     return LiveFeed(fleet_of(channel), load)
 
