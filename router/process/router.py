@@ -10,7 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -20,12 +20,10 @@ from pagoda.v1 import (
     admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
-    inference_pb2,
 )
 
 from ... import installed_version
 from ...channel.listening import GrpcPort
-from ...checkpoints.folder import read_json_object
 from ...runtime.followed import in_daemon
 from ...settings import RouterSettings, ServeConfig
 from ...settings.engine import weights_of_tenants
@@ -33,11 +31,10 @@ from ...settings.router import SPAWN
 from ..adapters.kserve import GrpcInferenceService
 from ..adapters.translation import Adapter
 from ..adapters.vllm import VllmEngine
-from ..answers.formats import format_of
 from ..engines.assignment import model_of, signatures
 from ..engines.channel import EngineChannel
 from ..engines.choosing import RULES
-from ..engines.fleet import Engines, EnginesOf, Fleet, Member
+from ..engines.fleet import EnginesOf, Fleet, Member
 from ..engines.group import SETTLES_S, EngineGroup
 from ..engines.handshake import channel_trust
 from ..engines.membership import membership
@@ -46,20 +43,15 @@ from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
 from ..request.failover import Failover
-from ..request.fields import Limits
-from ..request.guided import GrammarChecker
 from ..request.inference import InferenceServicer
-from ..request.models import ServedModel, ServedModels
+from ..request.models import ServedModel, ServedModels, longest_context
 from ..request.receiving import Messages
 from ..request.record import Observers
-from ..request.sampling import default_sampling
 from ..request.services import Services
 from ..telemetry.logs import RequestLog
-from ..tenants.caller import caller
 from ..tenants.identity import Identities, Tenants, TenantsFile
 from ..tenants.ledger import OwnLedger, SharedLedger
 from ..tenants.quotas import Quotas
-from ..text.pooling import pooling_of
 from ..text.tokenizer import Tokenizer
 from .announce import Announcer
 from .call_guard import CallGuard, Refusal
@@ -82,19 +74,7 @@ log = logging.getLogger("pagoda.router")
 
 QUEUE_IN_CACHES = 8  # default of max_queued_tokens, as a multiple of all KV caches: more would wait too long
 PATIENCE_S = 5.0  # an engine started at the same time may load for longer; then the log has one line more
-LONGEST_CONTEXT = 1 << 20  # tokens; a longer one needs --max-model-len
 STOP_S = 0.5  # in which the answers of calls that have ended reach their clients
-
-
-def longest_context(folder: Path) -> int:
-    """The longest context that config.json speaks of. It only bounds messages: the engine's own limit comes later."""
-    try:
-        config: dict[str, Any] = read_json_object(folder / "config.json")
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        positions = float(config["max_position_embeddings"]) * max(float(scaling.get("factor", 1)), 1)
-        return min(math.ceil(positions), LONGEST_CONTEXT)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        return LONGEST_CONTEXT
 
 
 def import_traces() -> type[Traces]:
@@ -184,7 +164,12 @@ class Router:
             has_one = len(self._folders) == 1
             self._fleet = fleet = Fleet(self._connect, RULES[self._config.choose](), has_one_model=has_one)
             self._models = ServedModels(
-                [self._served(name, fleet if has_one else EnginesOf(fleet, name)) for name in self._folders]
+                [
+                    ServedModel.of(
+                        self._config, name, folder, self._tokenizers[name], fleet if has_one else EnginesOf(fleet, name)
+                    )
+                    for name, folder in self._folders.items()
+                ]
             )
             self._failover = Failover(continues=self._config.failover, wait_s=self._config.failover_wait_s)
             self._engine_groups = {
@@ -322,29 +307,6 @@ class Router:
             await server.stop(None)  # otherwise it complains when it is collected, after its event loop has closed
             raise
         self._announcer.starts(self._port.address, self._http.url if self._http else "")
-
-    def _served(self, name: str, engines: Engines) -> ServedModel:
-        """A model with the limits that hold until an engine reports its own."""
-        config, folder, tokenizer = self._config, self._folders[name], self._tokenizers[name]
-        template = tokenizer.chat_template.source if tokenizer.chat_template else None
-        format = format_of(template, config.tool_format, config.reasoning_format)
-        recommended = inference_pb2.Sampling()
-        if config.sampling_defaults == "model":
-            recommended = default_sampling(tokenizer.recommended)
-        limits = Limits(
-            max_model_len=config.max_model_len or 1 << 31,
-            vocab_size=tokenizer.vocab_size,
-            kv_token_capacity=1 << 62,
-            has_chat_template=tokenizer.chat_template is not None,
-            has_tool_format=bool(format and format.tool_format),
-            max_text_bytes=config.max_text_bytes,
-            default_max_tokens=config.default_max_tokens,
-            pooling=pooling_of(folder),
-            other_name=folder.name if folder.name.startswith(f"{name}-") else "",  # of a .gguf file
-            recommended=recommended,
-        )
-        grammars = GrammarChecker(tokenizer, lambda: caller().tenant)
-        return ServedModel(name, folder, tokenizer, format, limits, grammars, engines)
 
     def _make_inference(self, messages: Messages) -> InferenceServicer:
         services = Services(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pagoda.v1 import control_pb2
+from pagoda.v1 import control_pb2, inference_pb2
 
-from ..answers.formats import AnswerFormat
+from ...checkpoints.folder import read_json_object
+from ...settings import ServeConfig
+from ..answers.formats import AnswerFormat, format_of
 from ..engines.fleet import Engines
 from ..errors import NotFound, PagodaError, Unavailable
+from ..tenants.caller import caller
+from ..text.pooling import pooling_of
 from ..text.tokenizer import Tokenizer
 from .fields import Limits
 from .guided import GrammarChecker
+from .sampling import default_sampling
+
+LONGEST_CONTEXT = 1 << 20  # tokens; a longer one needs --max-model-len
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +45,29 @@ class ServedModel:
     grammars: GrammarChecker
     engines: Engines
     architecture: str = ""
+
+    @classmethod
+    def of(cls, config: ServeConfig, name: str, folder: Path, tokenizer: Tokenizer, engines: Engines) -> ServedModel:
+        """A model with the limits that hold until an engine reports its own."""
+        template = tokenizer.chat_template.source if tokenizer.chat_template else None
+        format = format_of(template, config.tool_format, config.reasoning_format)
+        recommended = inference_pb2.Sampling()
+        if config.sampling_defaults == "model":
+            recommended = default_sampling(tokenizer.recommended)
+        limits = Limits(
+            max_model_len=config.max_model_len or 1 << 31,
+            vocab_size=tokenizer.vocab_size,
+            kv_token_capacity=1 << 62,
+            has_chat_template=tokenizer.chat_template is not None,
+            has_tool_format=bool(format and format.tool_format),
+            max_text_bytes=config.max_text_bytes,
+            default_max_tokens=config.default_max_tokens,
+            pooling=pooling_of(folder),
+            other_name=folder.name if folder.name.startswith(f"{name}-") else "",  # of a .gguf file
+            recommended=recommended,
+        )
+        grammars = GrammarChecker(tokenizer, lambda: caller().tenant)
+        return cls(name, folder, tokenizer, format, limits, grammars, engines)
 
     def is_called(self, name: str) -> bool:
         return name == self.name or (bool(name) and name == self.limits.other_name)
@@ -107,3 +139,14 @@ class ServedModels:
             return None
         delays = [delay for model in self._models if (delay := model.engines.retry_after_s) is not None]
         return Unavailable("no engine of any model is ready", retry_after_s=min(delays, default=None))
+
+
+def longest_context(folder: Path) -> int:
+    """The longest context that config.json speaks of. It only bounds messages: the engine's own limit comes later."""
+    try:
+        config: dict[str, Any] = read_json_object(folder / "config.json")
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        positions = float(config["max_position_embeddings"]) * max(float(scaling.get("factor", 1)), 1)
+        return min(math.ceil(positions), LONGEST_CONTEXT)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return LONGEST_CONTEXT

@@ -12,8 +12,8 @@ import trustme
 from pagoda.v1.inference_pb2 import GenerateRequest
 from pagoda_server.router.errors import ConfigError
 from pagoda_server.router.process.public_port import auth_token, bind, check_exposure, max_message_bytes
-from pagoda_server.router.process.router import LONGEST_CONTEXT, longest_context
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.models import LONGEST_CONTEXT, longest_context
 from pagoda_server.router.request.validation import validate_generate
 from pagoda_server.router.request.wire import MAX_FIELDS
 from pagoda_server.settings import ServeConfig

@@ -12,7 +12,7 @@ from pagoda_server.engine.models import ModelConfig, read_config
 from pagoda_server.engine.models.config import MAX_SIZE, MAX_SIZES
 from pagoda_server.engine.models.rope import Rope
 from pagoda_server.router.errors import ConfigError as RouterConfigError
-from pagoda_server.router.process.router import LONGEST_CONTEXT, longest_context
+from pagoda_server.router.request.models import LONGEST_CONTEXT, longest_context
 from pagoda_server.router.text.tokenizer_files import TokenizerFiles
 from tests.fuzz.common import check_line, folder_of
 
