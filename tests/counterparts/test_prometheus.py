@@ -205,8 +205,8 @@ def test_prometheus_knows_what_the_clients_did(prometheus: Prometheus, load: Loa
         assert prometheus.value(f"{names}prompt_tokens_total") == len(PROMPT) * prompts
         assert prometheus.value(f"{names}generation_tokens_total") >= load.tokens + load.cancelled
         assert prometheus.value(f"{names}inter_token_latency_seconds_count") >= 0.8 * load.tokens
-        assert prometheus.value(f"{names}num_requests_running") == 0
-        assert prometheus.value(f"{names}kv_cache_usage_perc") == 0
+        prometheus.wait_for(f"{names}num_requests_running", 0)  # an engine says so less often than it makes steps
+        prometheus.wait_for(f"{names}kv_cache_usage_perc", 0)
 
 
 def test_times_are_those_that_the_clients_saw(prometheus: Prometheus, load: Load) -> None:
