@@ -18,7 +18,9 @@ _INTRODUCTION = """\
 
 `pagoda serve` takes every option except those of the last section. It passes the engine's options on to the engine that
 it spawns. `python -m pagoda_server.engine` runs an engine apart; it takes the engine's options and those of the last
-section. [operations.md](operations.md) explains options that work together. `GetServerInfo` reports the values in
+section. An option can also come from the environment, `--max-requests` from `PAGODA_MAX_REQUESTS`, or from a file that
+`--config` names ([Settings from a file](operations.md#settings-from-a-file-and-the-environment)).
+[operations.md](operations.md) explains options that work together. `GetServerInfo` reports the values in
 effect, except paths and addresses.
 """
 
@@ -53,7 +55,7 @@ def _kinds(kind: Any) -> tuple[Any, ...]:
 
 def _spellings(field: Field[Any], kind: Any) -> str:
     names = [field.name]
-    if bool in _kinds(kind) and field.default is not False:
+    if bool in _kinds(kind):
         names.append(f"no_{field.name}")
     return ", ".join(f"`{flag(name)}`" for name in names)
 

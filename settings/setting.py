@@ -165,18 +165,11 @@ class Settings:
             match getattr(self, declared.name):
                 case None:
                     pass
-                case bool(is_on) if is_on or declared.default:
+                case bool(is_on):
                     arguments.append(flag(declared.name) if is_on else flag(f"no_{declared.name}"))
-                case False:
-                    pass
                 case value:
                     arguments.append(f"{flag(declared.name)}={value}")
         return arguments
-
-    def ignored_variables(self) -> list[tuple[str, str]]:
-        """Environment variables that are named like settings, which are not read, and the options to use instead."""
-        names = [(f"PAGODA_{declared.name.upper()}", flag(declared.name)) for declared in fields(self)]
-        return [(variable, option) for variable, option in names if variable in os.environ]
 
     def reported(self, declared_by: type[Settings], **effective: object) -> dict[str, str]:
         """The public settings in `declared_by` as text, by name. Unset ones are left out.

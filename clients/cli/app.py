@@ -9,6 +9,7 @@ import typer
 from pagoda_server import installed_version
 from pagoda_server.cli.certs import certs
 from pagoda_server.cli.chat import chat
+from pagoda_server.cli.config import config
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, status
 from pagoda_server.cli.models import list_present, models, pull, remove
@@ -66,3 +67,4 @@ app.command()(trace)
 app.command()(health)
 app.command()(token)
 app.command()(certs)
+app.add_typer(config, name="config")

@@ -20,6 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.text import Text
 
+from pagoda_server.settings import ServeConfig
+from pagoda_server.settings.sources import environment_without_settings
+
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.1
@@ -39,7 +42,7 @@ class ServerProcess:
         self._arguments = arguments
 
     def __enter__(self) -> ServerProcess:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment = environment_without_settings(os.environ, ServeConfig) | {"PYTHONUNBUFFERED": "1"}
         environment.pop("PAGODA_AUTH_TOKEN", None)  # this server is called without a token
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pagoda_server.cli", "serve", "--listen", "127.0.0.1:0", *self._arguments],

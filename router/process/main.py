@@ -18,6 +18,7 @@ from ...runtime.followed import wait_until_read
 from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
 from ...settings.router import SPAWN, named_models
+from ...settings.sources import misspelt_variables
 from ..engines.handshake import channel_trust
 from ..errors import ConfigError
 from ..tenants.identity import read_tenants
@@ -37,16 +38,9 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
 
     def run() -> None:
-        for name, option in config.ignored_variables():
-            log.warning("$%s is not read: use %s", name, option)
-        config.check_engine_is_ours()
-        _check_engine_is_installed(config)
-        check_exposure(config)
-        channel_trust(config)
-        if config.otlp_endpoint:
-            import_traces()
-        if config.tenants_file:
-            read_tenants(Path(config.tenants_file))  # fail before a model is fetched
+        for name, meant in misspelt_variables(ServeConfig):
+            log.warning("$%s is not read: a setting's variable is $%s", name, meant)
+        check(config)
         model = find_model(config.model, progress or PrintedProgress())
         hold(model.folder)
         named = replace(config, served_model_name=config.served_model_name or model.name)
@@ -64,6 +58,18 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
                 _run(Router(named, folders, engine))
 
     return _exit_code_of(run, config)
+
+
+def check(config: ServeConfig) -> None:
+    """Check all that can be checked before a model is fetched. Raises SettingError or ConfigError."""
+    config.check_engine_is_ours()
+    _check_engine_is_installed(config)
+    check_exposure(config)
+    channel_trust(config)
+    if config.otlp_endpoint:
+        import_traces()
+    if config.tenants_file:
+        read_tenants(Path(config.tenants_file))
 
 
 def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ...channel.address import HAS_SHM, SHM_PREFIX
-from ...settings import EXIT_CONFIG, ServeConfig
+from ...settings import EXIT_CONFIG, EngineConfig, ServeConfig
 from ...settings.router import SPAWN, environment_without_secrets
+from ...settings.sources import environment_without_settings
 
 log = logging.getLogger("pagoda.router")
 
@@ -217,7 +218,8 @@ def spawned_engine(config: ServeConfig, folder: Path) -> Iterator[SpawnedEngine 
         supervisor = Supervisor(
             "the engine",
             [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"],
-            environment=environment_without_secrets(),  # it knows nothing of users
+            # It knows nothing of users, and has its settings from its arguments.
+            environment=environment_without_settings(environment_without_secrets(), EngineConfig),
         )
         supervisor.start()
         try:

@@ -538,3 +538,33 @@ main()
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_config_show_prints_a_file_that_gives_the_same_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text('served-model-name = "a \\"b\\" é"\ngrace_s = 5\n')
+    monkeypatch.setenv("PAGODA_MAX_REQUESTS", "14")
+    shown = pagoda("config", "show", f"--config={first}", "--deterministic").output
+    for line in (f"grace_s = 5.0  # from {first}", "max_requests = 14  # from $PAGODA_MAX_REQUESTS"):
+        assert line in shown.splitlines()
+    assert "# http: none" in shown
+    monkeypatch.delenv("PAGODA_MAX_REQUESTS")
+    second.write_text(shown)
+    again = pagoda("config", "show", f"--config={second}").output
+
+    def values(text: str) -> list[str]:
+        return [line.split("  # from")[0] for line in text.splitlines()]
+
+    assert values(again) == values(shown)
+
+
+def test_config_check_reads_what_the_settings_name_and_exits_with_2_if_it_is_not_good(tmp_path: Path) -> None:
+    good = pagoda("config", "check", "--engine=127.0.0.1:1")
+    assert (good.exit_code, good.output) == (0, "the settings are good\n")
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[tenants")
+    bad = pagoda("config", "check", "--engine=127.0.0.1:1", f"--tenants-file={tenants}")
+    assert bad.exit_code == 2
+    assert str(tenants) in bad.output

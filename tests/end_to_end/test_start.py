@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import grpc
 import pytest
 
+from pagoda.v1 import control_pb2, control_pb2_grpc
 from tests.servers import ROOT, free_address
 
 pytestmark = pytest.mark.thorough
@@ -76,11 +80,23 @@ def test_without_an_engine_one_line_says_what_to_install() -> None:
     assert "pip install 'pagoda-server[engine]'" in ended.stderr
 
 
-def test_a_variable_that_is_named_like_an_option_is_not_ignored_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGODA_LISTEN", "127.0.0.1:1")
-    with started("--listen", free_address(), "--http", free_address()) as process:
+def test_settings_come_from_variables_and_a_file_and_a_variable_nearly_called_so_is_not_ignored_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A spawned engine takes none of them for its own: here they name the router's address and another model."""
+    file = tmp_path / "pagoda.toml"
+    file.write_text(f'model = "nothing-called-so"\nhttp = "{free_address()}"\nmax_num_seqs = 3\n')
+    monkeypatch.setenv("PAGODA_CONFIG", str(file))
+    monkeypatch.setenv("PAGODA_LISTEN", free_address())
+    monkeypatch.setenv("PAGODA_MAX_REQUEST", "5")
+    with started() as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("starting on http:")
+        assert "starting on http:" in process.stdout.readline()
+        lines = [process.stdout.readline() for _ in range(4)]
+        assert any(os.environ["PAGODA_LISTEN"] in line for line in lines), lines
+        with grpc.insecure_channel(os.environ["PAGODA_LISTEN"]) as channel:
+            info = control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest(), timeout=60)
+        assert info.engines[0].info.settings["max_num_seqs"] == "3"
         process.terminate()
         _, errors = process.communicate(timeout=60)
-    assert errors.count("$PAGODA_LISTEN is not read: use --listen") == 1
+    assert errors.count("$PAGODA_MAX_REQUEST is not read: a setting's variable is $PAGODA_MAX_REQUESTS") == 1

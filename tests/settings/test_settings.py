@@ -17,6 +17,7 @@ from pagoda_server.settings.__main__ import page
 from pagoda_server.settings.command_line import command
 from pagoda_server.settings.engine import StepLimits
 from pagoda_server.settings.setting import Settings, setting
+from pagoda_server.settings.sources import environment_without_settings, misspelt_variables
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -51,10 +52,80 @@ def test_a_command_takes_the_settings_of_a_class_as_options() -> None:
     assert given == Kettle(3, 70.0, False, True, "Bob")
 
 
-def test_a_switch_that_is_off_cannot_be_turned_off() -> None:
-    code, complaint = parsed(Kettle, "--no-is-new")
+def test_options_win_over_variables_variables_over_a_file_and_a_file_over_defaults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "pagoda.toml"
+    file.write_text('cups = 5\ndegrees = 60\nis-new = true\nis_loud = false\nlabel = "Ann"')
+    assert parsed(Kettle, f"--config={file}") == Kettle(5, 60.0, False, True, "Ann")
+    monkeypatch.setenv("PAGODA_CONFIG", str(file))
+    monkeypatch.setenv("PAGODA_CUPS", "6")
+    monkeypatch.setenv("PAGODA_IS_LOUD", "on")
+    monkeypatch.setenv("PAGODA_LABEL", "")  # as good as none
+    assert parsed(Kettle) == Kettle(6, 60.0, True, True, "Ann")
+    assert parsed(Kettle, "--cups=7", "--no-is-new") == Kettle(7, 60.0, True, False, "Ann")
+
+
+def test_a_bad_value_is_refused_with_its_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PAGODA_CUPS", "0")
+    assert parsed(Kettle) == (2, "error: --cups must be from 1 to 8, not 0 (--cups is from $PAGODA_CUPS)\n")
+    monkeypatch.setenv("PAGODA_CUPS", "many")
+    code, complaint = parsed(Kettle)
     assert code == 2
-    assert "--no-is-new" in complaint
+    assert "PAGODA_CUPS" in complaint
+    monkeypatch.delenv("PAGODA_CUPS")
+    file = tmp_path / "pagoda.toml"
+    file.write_text("degrees = -1")
+    origin = f"(--degrees is from {file})"
+    expected = f"error: --degrees must be above 0 and finite, not -1.0 {origin}\n"
+    assert parsed(Kettle, f"--config={file}") == (2, expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"cupz = 3", "'cupz' is no setting; did you mean cups?"),
+        (b"[serve]\ncups = 3", "'serve' is no setting"),
+        (b'cups = "3"', "cups must be a whole number, not '3'"),
+        (b"cups = 3.0", "cups must be a whole number, not 3.0"),
+        (b"cups = true", "cups must be a whole number, not True"),
+        (b'degrees = "hot"', "degrees must be a number, not 'hot'"),
+        (b"is_new = 1", "is_new must be true or false, not 1"),
+        (b"label = 3", "label must be a text, not 3"),
+        (b"is_new = true\nis-new = true", "is_new is there twice, with hyphens and with underscores"),
+        (b"cups = ", "is not TOML"),
+        (b"\xff", "is not TOML"),
+        (b"#" * (1 << 20) + b"#", "has more than 1048576 bytes"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_by_its_name_and_the_key(
+    tmp_path: Path, content: bytes, complaint: str
+) -> None:
+    file = tmp_path / "pagoda.toml"
+    file.write_bytes(content)
+    code, printed = parsed(Kettle, f"--config={file}")
+    assert code == 2
+    assert printed.startswith(f"error: --config: {file}")
+    assert complaint in printed
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert parsed(Kettle, f"--config={tmp_path / 'none'}")[1].endswith("none: No such file or directory\n")
+    assert parsed(Kettle, f"--config={tmp_path}")[1].endswith(": Is a directory\n")
+
+
+def test_variables_that_are_nearly_a_settings_are_named_and_those_of_kubernetes_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PAGODA_CUP", "PAGODA_LABEL", "PAGODA_PORT", "PAGODA_SERVICE_HOST", "PAGODA_PORT_50051_TCP"):
+        monkeypatch.setenv(name, "1")
+    assert misspelt_variables(Kettle) == [("PAGODA_CUP", "PAGODA_CUPS")]
+    assert "PAGODA_SERVICE_HOST" not in dict(misspelt_variables(ServeConfig))
+
+
+def test_a_child_that_has_its_settings_as_arguments_gets_none_from_the_environment() -> None:
+    given = {"PAGODA_CUPS": "1", "PAGODA_CONFIG": "/f", "PAGODA_CACHE": "/c", "PATH": "/bin"}
+    assert environment_without_settings(given, Kettle) == {"PAGODA_CACHE": "/c", "PATH": "/bin"}
 
 
 @pytest.mark.parametrize(
