@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pagoda_server.router.errors import InvalidArgument, PagodaError, Unimplemented
-from pagoda_server.router.http.openai_requests import Asked, own_name, translated
+from pagoda_server.router.http.openai.requests import Asked, own_name, translated
 from pagoda_server.router.request import json_body
 from pagoda_server.router.request.json_body import json_object
 from pagoda_server.router.request.validation import check_prompt, to_submit, validate_generate

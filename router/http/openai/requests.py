@@ -14,13 +14,13 @@ from typing import TypeAlias
 
 from pagoda.v1 import inference_pb2
 
-from ...settings.request import MAX_LOGPROBS
-from ...settings.sampling import PARAMETERS
-from ..errors import InvalidArgument, Unimplemented
-from ..request.fields import Limits, check_count
-from ..request.json_body import MAX_UINT32, Fields, Json, float_of, integers_of, json_object, shown
-from ..request.structured_outputs import schema_text, structured_outputs
-from .openai_chats import add_chat
+from ....settings.request import MAX_LOGPROBS
+from ....settings.sampling import PARAMETERS
+from ...errors import InvalidArgument, Unimplemented
+from ...request.fields import Limits, check_count
+from ...request.json_body import MAX_UINT32, Fields, Json, float_of, integers_of, json_object, shown
+from ...request.structured_outputs import schema_text, structured_outputs
+from .chats import add_chat
 
 DEFAULT_COMPLETION_TOKENS = 16  # the API's own default, not the protocol's
 MAX_WHOLE_LOGPROBS = 1 << 16  # in an answer that is not streamed: it is kept in memory until it is complete

@@ -6,9 +6,9 @@ import json
 
 from pagoda.v1 import chat_pb2
 
-from ..errors import InvalidArgument, Unimplemented
-from ..request.fields import Limits, check_count, too_many
-from ..request.json_body import Fields, shown
+from ...errors import InvalidArgument, Unimplemented
+from ...request.fields import Limits, check_count, too_many
+from ...request.json_body import Fields, shown
 
 _ROLES = {
     "system": chat_pb2.ROLE_SYSTEM,

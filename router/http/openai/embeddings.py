@@ -10,11 +10,11 @@ from array import array
 
 from pagoda.v1 import inference_pb2
 
-from ..errors import InvalidArgument
-from ..request.fields import Limits, check_count
-from ..request.json_body import Fields, Json, integers_of, json_object
-from ..request.models import ServedModels
-from .http_call import Answer, HttpCall
+from ...errors import InvalidArgument
+from ...request.fields import Limits, check_count
+from ...request.json_body import Fields, Json, integers_of, json_object
+from ...request.models import ServedModels
+from ..http_call import Answer, HttpCall
 
 _POOLINGS = {
     "last": inference_pb2.POOLING_LAST,

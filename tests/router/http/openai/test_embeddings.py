@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.http.http_call import HttpCall
-from pagoda_server.router.http.openai_embeddings import EmbeddingsApi
+from pagoda_server.router.http.openai.embeddings import EmbeddingsApi
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.readouts import validate_embed
 from tests.router.fleets import fleet_of, one_model

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from pagoda.v1 import inference_pb2
 
-from ..errors import Aborted
-from .http_call import Answer
-from .openai_requests import Asked, check_whole
+from ...errors import Aborted
+from ..http_call import Answer
+from .requests import Asked, check_whole
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity

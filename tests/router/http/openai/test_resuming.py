@@ -8,9 +8,9 @@ import pytest
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument
-from pagoda_server.router.http.openai_requests import Asked
-from pagoda_server.router.http.openai_resuming import EventId, ResumableAnswer
-from tests.router.http.test_openai_answers import finished, tokens
+from pagoda_server.router.http.openai.requests import Asked
+from pagoda_server.router.http.openai.resuming import EventId, ResumableAnswer
+from tests.router.http.openai.test_answers import finished, tokens
 
 Message = inference_pb2.GenerateResponse
 

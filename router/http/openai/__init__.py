@@ -1,4 +1,4 @@
-"""The OpenAI API: /v1/models, /v1/chat/completions, /v1/completions, /v1/embeddings."""
+"""The OpenAI API: its routes, and a request of each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from starlette.types import ASGIApp
 
 from pagoda.v1 import inference_pb2
 
-from ..errors import NotFound
-from ..request.fields import Limits
-from ..request.inference import InferenceServicer
-from ..request.models import ServedModel, ServedModels
-from ..request.receiving import Parse
-from .errors import HttpError
-from .http_call import Answer, Endpoint, HttpCall, Serve
-from .openai_answers import answer_to
-from .openai_embeddings import EmbeddingsApi
-from .openai_prompts import Completion, complete
-from .openai_requests import Asked, own_name, translated
-from .openai_resuming import LAST_EVENT_ID, ByLastEventId, EventId, ResumableAnswer
+from ...errors import NotFound
+from ...request.fields import Limits
+from ...request.inference import InferenceServicer
+from ...request.models import ServedModel, ServedModels
+from ...request.receiving import Parse
+from ..errors import HttpError
+from ..http_call import Answer, Endpoint, HttpCall, Serve
+from .answers import answer_to
+from .embeddings import EmbeddingsApi
+from .prompts import Completion, complete
+from .requests import Asked, own_name, translated
+from .resuming import LAST_EVENT_ID, ByLastEventId, EventId, ResumableAnswer
 
 
 class _Api:

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
-from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked, own_name, translated
+from pagoda_server.router.http.openai.requests import MAX_WHOLE_LOGPROBS, Asked, own_name, translated
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.json_body import json_object
 from pagoda_server.router.request.validation import validate_generate

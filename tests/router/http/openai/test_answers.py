@@ -10,8 +10,8 @@ import pytest
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.router.errors import Aborted, InvalidArgument
-from pagoda_server.router.http.openai_answers import DONE, answer_to
-from pagoda_server.router.http.openai_requests import MAX_WHOLE_LOGPROBS, Asked
+from pagoda_server.router.http.openai.answers import DONE, answer_to
+from pagoda_server.router.http.openai.requests import MAX_WHOLE_LOGPROBS, Asked
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 CANCELLED = inference_pb2.FINISH_REASON_CANCELLED

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.v1 import inference_pb2
 
-from ..errors import InvalidArgument
-from .openai_answers import DONE, StreamedAnswer
-from .openai_requests import Asked
+from ...errors import InvalidArgument
+from .answers import DONE, StreamedAnswer
+from .requests import Asked
 
 LAST_EVENT_ID = "last-event-id"
 _PLACE = r"[0-9]{1,9}\.[0-9]{1,9}(?:\.[0-9]{1,9}\.(?:[0-9a-f]{2}){0,3})?"

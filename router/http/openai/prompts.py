@@ -11,12 +11,12 @@ import grpc
 
 from pagoda.v1 import inference_pb2
 
-from ..errors import InvalidArgument
-from ..request.fields import Limits
-from ..request.inference import InferenceServicer
-from ..request.receiving import SMALL_BYTES, Parse
-from .http_call import HttpCall
-from .openai_requests import Asked, Prompt, set_prompt
+from ...errors import InvalidArgument
+from ...request.fields import Limits
+from ...request.inference import InferenceServicer
+from ...request.receiving import SMALL_BYTES, Parse
+from ..http_call import HttpCall
+from .requests import Asked, Prompt, set_prompt
 
 
 @dataclass(frozen=True, slots=True)
