@@ -19,9 +19,9 @@ from .gguf_blocks import READERS
 from .gguf_config import LONG_FACTORS, SHORT_FACTORS, read_shape
 from .gguf_families import GATE_UP, ROPE_FACTORS, Family, ModelShape, family_of
 from .gguf_file import TENSOR_TYPES, GgufFile, GgufTensor
-from .stored import Grouping, Groups, Rows, widened
+from .stored import Grouping, Groups, Rows, StoredColumns, StoredTensor, widened
 
-_BLOCK_BYTES = {kind: num_bytes for kind, _, num_bytes in TENSOR_TYPES.values()}
+_BLOCKS = {kind: (values, num_bytes) for kind, values, num_bytes in TENSOR_TYPES.values()}
 _WHOLE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -75,11 +75,19 @@ class StoredGguf:
     def blocks(self, rows: Rows) -> tuple[str, NDArray[np.uint8]] | None:
         return (self.tensor.kind, self._encoded(rows)) if len(self.shape) == 2 and self.is_quantized else None
 
+    def columns(self, part: slice) -> StoredTensor:
+        values, num_bytes = _BLOCKS[self.tensor.kind]
+        first, last = part.start // values, -(-part.stop // values)
+        data = self.tensor.data[:, first * num_bytes : last * num_bytes]
+        cut = replace(self, tensor=replace(self.tensor, shape=(self.shape[0], (last - first) * values), data=data))
+        inner = slice(part.start - first * values, part.stop - first * values)
+        return cut if inner == slice(0, cut.shape[1]) else StoredColumns(cut, inner)
+
     def release(self) -> None:
         self.file.mapped.release(self.tensor.data)
 
     def _encoded(self, rows: Rows) -> NDArray[np.uint8]:
-        return self.tensor.data[rows if self.order is None else self.order[rows]]
+        return np.ascontiguousarray(self.tensor.data[rows if self.order is None else self.order[rows]])
 
     def _values(self, encoded: NDArray[np.uint8]) -> NDArray[np.float32]:
         """[rows, in], in the file's order."""
@@ -92,7 +100,7 @@ class StoredGguf:
         return _dequantized(encoded, kind)
 
     def _blocks(self, encoded: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return encoded.reshape(len(encoded), -1, _BLOCK_BYTES[self.tensor.kind])
+        return encoded.reshape(len(encoded), -1, _BLOCKS[self.tensor.kind][1])
 
 
 def _dequantized(encoded: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
@@ -162,7 +170,7 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
     import gguf
 
     try:
-        gguf.quants.dequantize(tensor.data[:1, : _BLOCK_BYTES[kind]], gguf.GGMLQuantizationType[kind])
+        gguf.quants.dequantize(tensor.data[:1, : _BLOCKS[kind][1]], gguf.GGMLQuantizationType[kind])
     except (NotImplementedError, KeyError) as error:
         message = f"{file.name}: {quoted(tensor.name)} is quantized as {kind}, which is not supported"
         raise CheckpointError(message) from error

@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
 from .gguf_blocks import powers_of_two
-from .stored import FLOAT8_VALUES, INT4, MXFP4_VALUES, Grouping, Groups, Rows, StoredPart, StoredTensor, widened
+from .stored import (
+    FLOAT8_VALUES,
+    INT4,
+    MXFP4_VALUES,
+    Grouping,
+    Groups,
+    Rows,
+    StoredColumns,
+    StoredPart,
+    StoredTensor,
+    widened,
+)
 
 AWQ, GPTQ, COMPRESSED, FP8, MXFP4 = "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"
 GGUF = "gguf"  # written by our own import
@@ -56,6 +67,9 @@ class StoredQuantized:
 
     def blocks(self, rows: Rows) -> None:
         return None
+
+    def columns(self, part: slice) -> StoredTensor:
+        return StoredColumns(self, part)
 
     def release(self) -> None:
         for part in self.parts:

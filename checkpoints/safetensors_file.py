@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,6 +63,9 @@ class StoredValues:
 
     def blocks(self, rows: Rows) -> None:
         return None
+
+    def columns(self, part: slice) -> StoredTensor:
+        return replace(self, data=self.data[:, part])
 
     def release(self) -> None:
         self.file.release(self.data)

@@ -62,6 +62,11 @@ class Groups:
     scales: NDArray[Any]
     minimums: NDArray[np.float16] | None = None
 
+    def part(self, groups: slice) -> Groups:
+        """Views of some groups of each row."""
+        minimums = None if self.minimums is None else self.minimums[:, groups]
+        return Groups(self.values[:, groups], self.scales[:, groups], minimums)
+
     def dequantize(self, grouping: Grouping) -> NDArray[np.float32]:
         """[rows, in], each element rounded once."""
         codes = self.values
@@ -112,6 +117,9 @@ class StoredTensor(Protocol):
     def blocks(self, rows: Rows) -> tuple[str, NDArray[np.uint8]] | None:
         """Rows as a GGUF file has them, [rows, bytes], and the type of their blocks; None: they are in no blocks."""
 
+    def columns(self, part: slice) -> StoredTensor:
+        """Some inputs of a matrix [out, in]. They are in groups if they are whole groups of it."""
+
     def release(self) -> None:
         """Give back the memory that reading has made resident. The file's pages stay in the system's cache."""
 
@@ -122,19 +130,16 @@ class StoredPart:
 
     expert         which part of a tensor [experts, …] it is; None: all of a tensor
     is_transposed  a matrix there is [in, out]
-    columns        which inputs of a matrix [out, in] it has; None: all
     """
 
     stored: StoredTensor
     expert: int | None = None
     is_transposed: bool = False
-    columns: slice | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
-        shape = shape[::-1] if self.is_transposed else shape
-        return shape if self.columns is None else (shape[0], len(range(shape[1])[self.columns]))
+        return shape[::-1] if self.is_transposed else shape
 
     @property
     def num_bytes(self) -> int:
@@ -162,13 +167,60 @@ class StoredPart:
             whole = self.stored.whole(slice(None))
         else:
             whole, rows = self.stored.whole(rows), slice(None)
-        if self.is_transposed:
-            whole = whole.T
-        whole = whole[rows] if self.columns is None else whole[rows, self.columns]
-        return np.ascontiguousarray(whole) if self.is_transposed else whole
+        return np.ascontiguousarray(whole.T[rows]) if self.is_transposed else whole[rows]
 
     def blocks(self, rows: Rows) -> None:
         return None
+
+    def columns(self, part: slice) -> StoredTensor:
+        return StoredColumns(self, part)
+
+    def release(self) -> None:
+        self.stored.release()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumns:
+    """Some inputs of a matrix [out, in] whose rows are read whole."""
+
+    stored: StoredTensor
+    part: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[0], self.part.stop - self.part.start
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes
+
+    @property
+    def grouping(self) -> Grouping | None:
+        grouping = self.stored.grouping
+        is_whole = grouping is None or not (self.part.start % grouping.group or self.part.stop % grouping.group)
+        return grouping if is_whole else None
+
+    @property
+    def encoding(self) -> str:
+        return self.stored.encoding
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.stored.is_quantized
+
+    def groups(self, rows: Rows) -> Groups:
+        assert self.grouping is not None
+        size = self.grouping.group
+        return self.stored.groups(rows).part(slice(self.part.start // size, self.part.stop // size))
+
+    def whole(self, rows: Rows) -> NDArray[Any]:
+        return self.stored.whole(rows)[:, self.part]
+
+    def blocks(self, rows: Rows) -> None:
+        return None
+
+    def columns(self, part: slice) -> StoredTensor:
+        return StoredColumns(self, part)
 
     def release(self) -> None:
         self.stored.release()

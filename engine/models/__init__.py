@@ -42,6 +42,7 @@ from .config import ConfigFile, ModelConfig
 from .decoder import Decoder, Embedded, GroupInputs, StepInputs, attention_share
 from .families import FAMILIES, Family
 from .inert_tensors import is_inert
+from .measured_weights import MeasuredWeights
 from .share import WHOLE, Share
 from .weights import Checkpoint, RandomTensors, Tensors, Weights
 
@@ -94,6 +95,8 @@ def load_model(
     else:
         tensors = Checkpoint(folder, progress)
         config = replace(config, names=config.names.as_in(tensors.has))
+    if not share.is_whole:  # what cannot be cut is refused before anything is read
+        Decoder(config, MeasuredWeights(tensors, backend, device, dtype, packs, share))
     decoder = Decoder(config, make_weights(tensors, backend, device, dtype, packs, share))
     if isinstance(tensors, Checkpoint) and make_weights is Weights:  # others read no tensor
         last = range(config.num_layers, config.num_layers + file.count("num_nextn_predict_layers", 0))

@@ -297,23 +297,17 @@ class MLP:
 
     def __init__(self, weights: Weights, name: str, config: ModelConfig, ffn: int = 0, sums: bool = True) -> None:
         hidden, ffn, names = config.hidden_size, ffn or config.ffn_size, config.names
-        cut, is_whole = weights.share.of(ffn, "columns of a feed-forward layer"), weights.share.is_whole
+        factor = 1.0 if config.norms.mlp_behind else config.residual_scale
+        down = Rows(f"{name}.{names.down}", hidden, factor=factor, is_transposed=config.is_transposed)
+        cut = weights.columns([down], ffn, "columns of a feed-forward layer")
         self._sum = weights.share.sum if sums else WHOLE.sum
         parts = [(names.gate, ffn), (names.up, ffn)] if names.gate else [(names.up, ffn)]
         if names.gate_up and weights.has(Rows(f"{name}.{names.gate_up}", 2 * ffn)):  # GGUF files may have them apart
             parts = [(names.gate_up, 2 * ffn)]
         rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
-        if not is_whole:
-            rows = [_columns_of_rank(each, cut) for each in rows]
+        if not weights.share.is_whole:
+            rows, down = [_columns_of_rank(each, cut) for each in rows], replace(down, columns=cut)
         self._up = weights.linear(rows, hidden, config.mlp_bias)
-        factor = 1.0 if config.norms.mlp_behind else config.residual_scale
-        down = Rows(
-            f"{name}.{names.down}",
-            hidden,
-            factor=factor,
-            is_transposed=config.is_transposed,
-            columns=None if is_whole else cut,
-        )
         parameters = _xielu(weights, f"{name}.act_fn") if config.activation == "xielu" else ()
         activation = Activation(config.activation, bool(names.gate or names.gate_up), parameters)
         self._down = weights.linear([down], cut.size, config.mlp_bias, Use(activation))
@@ -358,7 +352,7 @@ class ExpertMLP:
         in_turn = torch.arange(2 * experts.ffn_size).view(-1, 2).T.flatten() if names.is_transposed else None
         parts = [_expert_rows(weights, name, config, experts, each, in_turn) for each in range(count)]
         self._sum = weights.share.sum
-        cut = weights.share.of(experts.ffn_size, "columns of an expert")
+        cut = weights.columns([each.down for each in parts], experts.ffn_size, "columns of an expert")
         if not weights.share.is_whole:
             parts = [
                 ExpertRows([_columns_of_rank(rows, cut) for rows in each.gate_up], replace(each.down, columns=cut))

@@ -5,6 +5,7 @@ Weights that the checkpoint holds in groups stay in groups if the backend takes 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,6 +62,7 @@ FORMATS = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+ROUNDED_TOGETHER = 64  # inputs of a product in int8
 NUM_READERS = 2  # threads that decode what comes next while the last piece is copied
 
 A = TypeVar("A")
@@ -203,12 +205,9 @@ class Checkpoint:
         if stored.shape != (wanted := rows.shape_of(place)):
             shapes = f"shape {list(stored.shape)} in {self._folder.name}, but config.json makes it {list(wanted)}"
             raise ConfigError(f"tensor {name} has {shapes}")
+        source = stored
         if rows.columns is not None and len(wanted) > 1:
-            columns = slice(rows.columns.start, rows.columns.stop)
-            if isinstance(stored, StoredPart):
-                stored = replace(stored, columns=columns)
-            else:
-                stored = StoredPart(stored, columns=columns)
+            stored = stored.columns(slice(rows.columns.start, rows.columns.stop))
         parts = list(pieces(tuple(place.shape), VALUES_AT_ONCE))
         places = place.split([part.stop - part.start for part in parts]) if place.shape else [place]
         form = None if stored.grouping is None else GroupedFormat(*astuple(stored.grouping))
@@ -227,8 +226,8 @@ class Checkpoint:
                 weight = _packed(name, weight)
             if weight is not target:
                 target.copy_(weight)
-            stored.release()
-        self._done += stored.num_bytes
+            source.release()
+        self._done += source.num_bytes
         self._progress("loading weights", self._done, self._total)
 
     def refuse_unread(self, is_inert: Callable[[str], bool]) -> None:
@@ -378,6 +377,27 @@ class Weights:
     def has(self, rows: Rows) -> bool:
         return self._tensors.has(rows.tensor_name("weight"))
 
+    def columns(self, rows: Sequence[Rows], in_size: int, name: str) -> Cut:
+        """The rank's inputs of some products [out, in_size], which part no group of inputs that share a scale.
+
+        Parts are equal where they are then a multiple of 64 inputs, which products in int8 round together.
+
+        name  of what the inputs are, in the plural
+
+        Raises ConfigError if there are too few.
+        """
+        form, count = self._common(rows, in_size), self.share.count
+        together = ROUNDED_TOGETHER if form is None else math.lcm(ROUNDED_TOGETHER, form.group)
+        if form is None or in_size % (together * count) == 0:
+            return self.share.of(in_size, name)
+        num_groups = in_size // form.group
+        if num_groups < count:
+            raise ConfigError(
+                f"--tensor-parallel {count}: tensor {rows[0].name}.weight has {num_groups} groups of {form.group}"
+                " inputs that share a scale, fewer than ranks; --quantization int8 and none cut anywhere"
+            )
+        return self.share.of(num_groups, name).times(form.group)
+
     def table(self, rows: Rows, in_size: int, is_multiplied: bool) -> Weight:
         """A matrix [size, in_size], in groups if the backend takes that. `is_multiplied`: it is the head, too."""
         if is_multiplied:
@@ -423,6 +443,13 @@ class Weights:
             if are_together and (place := self.ops.place(out_size, in_size)):
                 return self._filled(place, rows, "weight")
             return self._filled(self._empty(out_size, in_size), rows, "weight")
+        for each in rows:
+            if (cut := each.columns) is not None and (cut.start % form.group or cut.stop % form.group):
+                raise ConfigError(
+                    f"--tensor-parallel {self.share.count}: inputs {cut.start} to {cut.stop} of tensor"
+                    f" {each.name}.weight would cut a group of {form.group} that share a scale;"
+                    " --quantization int8 and none cut anywhere"
+                )
         if in_size % form.group:
             raise ConfigError(
                 f"tensor {rows[0].name}.weight is in {form.bits} bits, of which {form.group} inputs share a"
@@ -449,7 +476,7 @@ def _dtype(name: str, stored: StoredTensor) -> torch.dtype:
 def _whole(stored: StoredTensor, rows: Rows, part: slice, dtype: torch.dtype) -> Tensor:
     blocks = stored.blocks(rows.index(part))
     if blocks is None or stored.grouping is None or not reads_blocks(blocks[0]):
-        return torch.from_numpy(stored.whole(rows.index(part))).view(dtype)
+        return torch.from_numpy(stored.whole(rows.index(part))).view(dtype).contiguous()
     values = torch.empty(part.stop - part.start, *stored.shape[1:])
     read_values(blocks[0], torch.from_numpy(blocks[1]), stored.grouping.table, values)
     return values

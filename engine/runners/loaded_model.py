@@ -119,18 +119,13 @@ def load_for_serving(
         raise ConfigError("--kv-cache-dtype int8: on a CPU the model can be in bfloat16 or float32, not in float16")
     if cache_dtype in GREATEST and model.head_norms_behind:  # its queries are normalised once these pages are written
         raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} is not supported for {model.family}")
-    keeps_groups = model.has_grouped_weights
-    if not share.is_whole:  # a rank's columns may end within a group, so it has the values
-        keeps_groups = False
-        if config.quantization in ("int4", "fp8"):
-            raise ConfigError(f"--quantization {config.quantization}: --tensor-parallel cuts int8 or none only")
     longest = longest_trained(model.max_position_embeddings, config.max_model_len)
     if backend is None:
         backend = choose_backend(
             device,
             dtype,
             config.quantization,
-            keeps_groups,
+            model.has_grouped_weights,
             is_deterministic=config.deterministic,
             has_float8_weights=model.has_float8_weights,
         )

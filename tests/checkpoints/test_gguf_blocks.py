@@ -13,7 +13,8 @@ import pytest
 from pagoda_server.checkpoints import CheckpointError
 from pagoda_server.checkpoints.folder import read_json_object
 from pagoda_server.checkpoints.gguf_blocks import READERS
-from pagoda_server.checkpoints.gguf_file import TENSOR_TYPES, GgufFile
+from pagoda_server.checkpoints.gguf_file import TENSOR_TYPES, GgufFile, GgufTensor
+from pagoda_server.checkpoints.gguf_weights import StoredGguf
 from pagoda_server.checkpoints.safetensors_file import open_safetensors
 
 SIZES = {name: (values, num_bytes) for name, values, num_bytes in TENSOR_TYPES.values()}
@@ -38,6 +39,32 @@ def random_blocks(kind: str, rows: int = 5, blocks: int = 6) -> np.ndarray:
 def test_every_type_has_the_sizes_of_the_formats_package() -> None:
     theirs = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert {number: theirs[number] for number in TENSOR_TYPES} == TENSOR_TYPES
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_some_inputs_of_a_matrix_are_those_of_the_whole(kind: str) -> None:
+    """Blocks of which a part begins or ends within are read whole."""
+    encoded, (size, num_bytes) = random_blocks(kind).reshape(5, -1), SIZES[kind]
+    tensor = GgufTensor("name", kind, (5, 6 * size), encoded)
+    rows, order = np.array([4, 0, 2]), np.array([2, 4, 1, 3, 0])
+    matrix = StoredGguf(None, tensor, order)  # type: ignore[arg-type]  # its file is for `release` alone
+    for start, stop in ((0, 2 * size), (size, 6 * size), (96, size + 160), (7, 25)):
+        part = matrix.columns(slice(start, stop))
+        assert part.shape == (5, stop - start)
+        assert np.array_equal(part.whole(rows), matrix.whole(rows)[:, start:stop])
+        if (start, stop) == (7, 25):
+            assert part.grouping is None
+            continue
+        assert part.grouping == matrix.grouping
+        assert np.array_equal(part.groups(rows).dequantize(part.grouping), part.whole(rows))
+        if start % size == stop % size == 0:
+            blocks = part.blocks(rows)
+            assert blocks is not None
+            assert blocks[1].flags.c_contiguous
+            assert (
+                blocks[1].tobytes()
+                == encoded[order[rows], start // size * num_bytes : stop // size * num_bytes].tobytes()
+            )
 
 
 @pytest.mark.parametrize("kind", READERS)

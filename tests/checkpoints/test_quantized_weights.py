@@ -50,6 +50,15 @@ def check(found: Any, expected: Tensor, scales: Tensor, grouping: Grouping | Non
         groups = found.groups(rows)
         assert groups.scales.dtype == (np.float32 if grouping.is_float else np.float16)
         assert np.array_equal(groups.dequantize(grouping), found.whole(rows))
+    for start, stop in ((32, 96), (0, 64), (5, 70)):
+        part = found.columns(slice(start, stop))
+        assert part.shape == (OUT, stop - start)
+        assert np.array_equal(part.whole(rows), found.whole(rows)[:, start:stop])
+        assert part.grouping == (
+            None if grouping is None or start % grouping.group or stop % grouping.group else grouping
+        )
+        if part.grouping is not None:
+            assert np.array_equal(part.groups(rows).dequantize(part.grouping), part.whole(rows))
 
 
 INT4, INT8 = Grouping(4, has_minimum=True), Grouping(8, has_minimum=True)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.step import Chunk
@@ -20,6 +22,8 @@ from pagoda_server.engine.models.share import Share
 from pagoda_server.engine.runners import load
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings import EngineConfig
+from tests.checkpoints.tiny_gguf import tiny_model
+from tests.engine.test_speculation import needs_native
 from tests.engine.tiny_models import BLOCK_SIZE, MODELS, ShuffledBlocks, load_runner, random_prompt, saved_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,11 +85,64 @@ def test_ranks_compute_the_logits_of_one(name: str, count: int, tmp_path_factory
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
-def test_formats_that_are_not_cut_are_refused(quantization: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    settings = settings_of(saved_model("llama", tmp_path_factory), dtype="bfloat16", quantization=quantization)
-    with pytest.raises(ConfigError, match=f"--quantization {quantization}: --tensor-parallel cuts int8 or none only"):
-        ModelRunner(settings, share=Share(0, 2))
+def imported(folder: Path, kind: Kind, **sizes: object) -> Path:
+    tiny = tiny_model("llama", **sizes)
+    tiny.quantisation = kind
+    import_gguf(tiny.write(folder / "model.gguf"), folder, no_progress)
+    return folder
+
+
+@needs_native
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [*((kind, "int4") for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q5_1, Kind.Q8_0, Kind.F32)), (Kind.F32, "int8")],
+)
+def test_ranks_keep_the_groups_of_a_file_or_make_the_same(
+    kind: Kind, quantization: str, count: int, tmp_path: Path
+) -> None:
+    """Where sums differ in their last bits, activations are now and then rounded to another int8."""
+    sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 384}
+    folder = imported(tmp_path, kind, head_dim=32 * (4 - count), **sizes)
+    settings = settings_of(folder, quantization=quantization)
+    alone = ModelRunner(settings)
+    ranks = ThreadRanks(count)
+    runners = [ModelRunner(settings, share=share) for share in ranks.shares]
+    assert all(runner.info.weight_bytes < alone.info.weight_bytes for runner in runners)
+    expected = logits_of(alone)
+    for found in ranks.run(lambda share: logits_of(runners[share.rank])):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("count", "sizes", "message"),
+    [
+        (
+            4,
+            {"num_key_value_heads": 4},
+            "--tensor-parallel 4: inputs 0 to 16 of tensor model.layers.0.self_attn.o_proj.weight would cut a group of"
+            " 32 that share a scale",
+        ),
+        (
+            2,
+            {"intermediate_size": 32},
+            "--tensor-parallel 2: tensor model.layers.0.mlp.down_proj.weight has 1 groups of 32 inputs that share a"
+            " scale, fewer than ranks",
+        ),
+    ],
+)
+def test_a_cut_through_a_group_is_refused_before_anything_is_read(
+    count: int, sizes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    folder = imported(tmp_path, Kind.Q4_0, **sizes)
+    reports: list[object] = []
+    with pytest.raises(ConfigError, match=f"{message}; --quantization int8 and none cut anywhere"):
+        ModelRunner(
+            settings_of(folder, quantization="int4"), lambda *report: reports.append(report), share=Share(0, count)
+        )
+    assert not reports
+    ModelRunner(settings_of(folder, quantization="none"), share=Share(0, count))
 
 
 def test_what_needs_whole_blocks_or_has_no_layers_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
