@@ -1,7 +1,7 @@
 """`python -m bench.micro.tensor_parallel`: what a group of processes adds to a step, without the model.
 
-Prints the time to pack and send a decode step to one rank, and that of one sum over the ranks, of which a step has two
-a layer. The other ranks only receive, and only sum.
+Prints the time to pack and send a decode step to one rank, that of one sum over the ranks, of which a step has two
+a layer, and that of gathering the logits. The other ranks only receive, sum and send.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 import typer
 
 from pagoda_server.engine.models import GroupInputs, StepInputs
+from pagoda_server.engine.models.share import Share
 from pagoda_server.engine.runners.cpu.packed_step import packed_inputs
-from pagoda_server.engine.runners.cpu.ranks import join, receive_frame, send_frame, sum_over_ranks
+from pagoda_server.engine.runners.cpu.ranks import gather_columns, join, receive_frame, send_frame, sum_over_ranks
 from pagoda_server.kernels import load_backend
 from pagoda_server.kernels.paged import PagedKV
 from pagoda_server.settings import EngineConfig
@@ -34,6 +35,7 @@ PAUSE_S = 0.002  # of work between steps, in which the other rank begins to wait
 def main(
     ranks: Annotated[int, typer.Option(help="Processes that sum.")] = 2,
     hidden: Annotated[int, typer.Option(help="Values of a row that is summed.")] = 576,
+    vocab: Annotated[int, typer.Option(help="Logits of a row.")] = 49_152,
     steps: Annotated[int, typer.Option(help="Steps of each measurement.")] = 500,
 ) -> None:
     torch.set_num_threads(1)
@@ -60,6 +62,11 @@ def main(
             times = timed(partial(sum_over_ranks, ranks, values), steps, pause_s=0)
             if rank == 0:
                 print(f"sum {rows} rows of {hidden} values over {ranks} ranks: {times}")
+        for rows in (1, 8, 64):
+            logits = torch.ones(rows, Share(rank, ranks).of(vocab, "tokens").size)
+            times = timed(partial(gather_columns, rank, ranks, logits, vocab), steps // 5, pause_s=0)
+            if rank == 0:
+                print(f"gather {rows} rows of {vocab} logits from {ranks} ranks: {times}")
         sys.stdout.flush()
         if rank:
             os._exit(0)

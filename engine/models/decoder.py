@@ -439,13 +439,16 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         ops, hidden = weights.ops, config.hidden_size
         self.config = config
-        self._ops, self._dtype = ops, weights.dtype
+        self._ops, self._dtype, self._share = ops, weights.dtype, weights.share
+        self._vocabulary = weights.share.of(config.vocab_size, "tokens")
         # Logits are scaled by the head. Where that is the embedding too, an embedding makes up for it.
         is_tied, scale = config.tie_word_embeddings, config.logit_scale
-        rows = Rows(config.names.embedding, config.vocab_size, factor=scale if is_tied else 1.0)
-        table = weights.table(rows, hidden, is_tied)
-        self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
+        embedding = Rows(config.names.embedding, config.vocab_size, factor=scale if is_tied else 1.0)
         head = Rows(config.names.head, config.vocab_size, factor=scale)
+        if not weights.share.is_whole:
+            embedding, head = (rows.taking(self._vocabulary.index()) for rows in (embedding, head))
+        table = weights.table(embedding, hidden, is_tied)
+        self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
         self._head = weights.head(head, hidden, config.head_bias, tied_to=table if is_tied else None)
         self._embedding = ops.embedding(table, self._head if is_tied else None, weights.dtype)
         kinds = list(dict.fromkeys(config.rotations))
@@ -474,7 +477,7 @@ class Decoder:
 
     def embed(self, inputs: StepInputs) -> Embedded:
         """The part of `forward` that is never recorded, so it may call torch."""
-        tokens = self._embedding(inputs.token_ids)
+        tokens = self._embedded(inputs.token_ids)
         if self._embedding_scale != 1:
             tokens = tokens * self._embedding_scale
         if self._positions is not None:
@@ -482,6 +485,15 @@ class Decoder:
         if not self.config.norms.attention_before:  # products read the stream as it is
             tokens = tokens.to(self._dtype)
         return Embedded(tokens, tuple(Rotation(*rope.rotations(inputs.positions)) for rope in self._ropes))
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding. Each is one rank's, and the others add zeros, so the sum has its bits."""
+        if self._share.is_whole:
+            return self._embedding(ids)
+        places = ids - self._vocabulary.start
+        is_elsewhere = (places < 0) | (places >= self._vocabulary.size)
+        rows = self._embedding(places.masked_fill_(is_elsewhere, 0))
+        return self._share.sum(rows.masked_fill_(is_elsewhere[:, None], 0))
 
     def logits(self, embedded: Embedded, inputs: StepInputs, cache: Sequence[PagedKV]) -> Tensor:
         """The rest of `forward`. Calls ops of the backend only, if all rows are wanted. Changes `embedded.tokens`."""
@@ -497,8 +509,8 @@ class Decoder:
         return stream.read(self._final_norm)
 
     def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Logits after these rows of the hidden states, or after all."""
+        """Logits after these rows of the hidden states, or after all; on ranks other than 0 a part of them."""
         logits = self._head(hidden if rows is None else hidden.index_select(0, rows))
         if self.config.logit_cap:
             self._ops.cap(logits, self.config.logit_cap)
-        return logits
+        return self._share.gather(logits, self.config.vocab_size)

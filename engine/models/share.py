@@ -34,15 +34,17 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's part: some heads of each attention, some columns of each feed-forward layer; the rest is replicated.
+    """A rank's part: some heads of each attention, some columns of each feed-forward layer, some of the vocabulary.
 
-    count  ranks of the group
-    sum    adds up a tensor of the same shape on every rank, in the order of ranks; all ranks get the same bits
+    count   ranks of the group
+    sum     adds up a tensor of the same shape on every rank, in the order of ranks; all ranks get the same bits
+    gather  gives rank 0 all columns of a matrix [rows, columns], which `of` has cut; the others need no result
     """
 
     rank: int = 0
     count: int = 1
     sum: Callable[[Tensor], Tensor] = lambda partial: partial
+    gather: Callable[[Tensor, int], Tensor] = lambda part, columns: part
 
     @property
     def is_whole(self) -> bool:

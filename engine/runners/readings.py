@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.step import Chunk, Reading, TokenLogprobs
-from ..models import Decoder
 
 NOT_FINITE = "the model's hidden states or logits hold NaN or infinity"
 _MAX_LOGITS = 1 << 22  # at once: 16 MB in float32, however long the chunk and large the vocabulary
@@ -45,8 +44,16 @@ class PendingReading:
         return Reading(self.start, logprobs, hidden.tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class StepHead:
+    """What gives the logits [rows, vocab_size] after some of a step's tokens."""
+
+    logits: Callable[[slice], Tensor]
+    vocab_size: int
+
+
 def read(
-    model: Decoder, hidden: Tensor, token_ids: Tensor, chunks: Sequence[Chunk], offsets: Iterable[int]
+    head: StepHead, hidden: Tensor, token_ids: Tensor, chunks: Sequence[Chunk], offsets: Iterable[int]
 ) -> dict[int, PendingReading]:
     """Read what is wanted of the prompts in a step; the keys are chunk positions. Copies nothing to the device.
 
@@ -55,37 +62,43 @@ def read(
     offsets    the place of each chunk's first token among the step's
     """
     return {
-        index: _read(model, hidden[offset : offset + chunk.length], token_ids[offset : offset + chunk.length], chunk)
+        index: _read(head, hidden, token_ids, offset, chunk)
         for index, (chunk, offset) in enumerate(zip(chunks, offsets, strict=True))
         if chunk.seq.reads(chunk.start, chunk.end)
     }
 
 
-def _read(model: Decoder, hidden: Tensor, token_ids: Tensor, chunk: Chunk) -> PendingReading:
+def _read(head: StepHead, hidden: Tensor, token_ids: Tensor, offset: int, chunk: Chunk) -> PendingReading:
     seq, readout = chunk.seq, chunk.seq.request.readout
     assert readout is not None, "the caller has checked it"
     prompt_len = seq.request.prompt_len
     scored = readout.scored_rows(chunk.start, chunk.end, prompt_len)
     pooled = readout.pooled_rows(chunk.start, chunk.end, prompt_len)
-    next_ids = token_ids[1:]
+    next_ids = token_ids[offset + 1 : offset + chunk.length]
     if scored.stop == chunk.end:
         next_ids = torch.cat((next_ids, token_ids.new_full((1,), seq.tokens[chunk.end])))
     of_scored = slice(scored.start - chunk.start, scored.stop - chunk.start) if scored else slice(0)
-    scores, ids = _score(model, hidden[of_scored], next_ids[of_scored], readout.num_top)
-    states = hidden[pooled.start - chunk.start : pooled.stop - chunk.start] if pooled else hidden[:0]
+    scores, ids = _score(head, offset + (of_scored.start or 0), next_ids[of_scored], readout.num_top)
+    first = offset - chunk.start
+    states = hidden[first + pooled.start : first + pooled.stop] if pooled else hidden[:0]
     vector = states.float().sum(0) if pooled else states.float().flatten()
     return PendingReading(scored.start + 1, scores, ids, vector)
 
 
-def _score(model: Decoder, hidden: Tensor, next_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and most likely ids, as in PendingReading, of the token after each row."""
-    vocab_size = model.config.vocab_size
-    at_once, num_top = max(1, _MAX_LOGITS // vocab_size), min(num_top, vocab_size)
-    scores, ids = [hidden.new_empty(0, 1 + num_top, dtype=torch.float32)], [next_ids.new_empty(0, num_top)]
-    for start in range(0, len(hidden), at_once):
-        logprobs = model.head(hidden[start : start + at_once]).float().log_softmax(dim=-1)
+def _score(head: StepHead, first: int, next_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and most likely ids, as in PendingReading, of the token after each row.
+
+    first     the first of the rows
+    next_ids  [rows] int64, the tokens that come after them
+    """
+    at_once, num_top = max(1, _MAX_LOGITS // head.vocab_size), min(num_top, head.vocab_size)
+    scores, ids = [next_ids.new_empty(0, 1 + num_top, dtype=torch.float32)], [next_ids.new_empty(0, num_top)]
+    for start in range(0, len(next_ids), at_once):
+        chosen_ids = next_ids[start : start + at_once]
+        rows = slice(first + start, first + start + len(chosen_ids))
+        logprobs = head.logits(rows).float().log_softmax(dim=-1)
         top, top_ids = logprobs.topk(num_top, dim=-1)
-        chosen = logprobs.gather(1, next_ids[start : start + at_once, None])
+        chosen = logprobs.gather(1, chosen_ids[:, None])
         scores.append(torch.cat((chosen, top), dim=1))
         ids.append(top_ids)
     return torch.cat(scores), torch.cat(ids)

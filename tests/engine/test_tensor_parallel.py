@@ -38,23 +38,33 @@ class ThreadRanks:
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count, timeout=60)
         self._parts: list[Tensor] = [torch.empty(0)] * count
-        self.shares = [Share(rank, count, self._summing(rank)) for rank in range(count)]
+        self.shares = [Share(rank, count, self._summing(rank), self._gathering(rank)) for rank in range(count)]
 
     def run(self, compute: Callable[[Share], Tensor]) -> list[Tensor]:
         with ThreadPoolExecutor(len(self.shares)) as threads:
             return list(threads.map(compute, self.shares))
 
+    def _exchanged(self, rank: int, part: Tensor) -> list[Tensor]:
+        """The parts of all ranks."""
+        self._parts[rank] = part
+        self._barrier.wait()
+        parts = [each.clone() for each in self._parts]
+        self._barrier.wait()
+        return parts
+
     def _summing(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def sum_(partial: Tensor) -> Tensor:
-            self._parts[rank] = partial
-            self._barrier.wait()
-            total = self._parts[0].float()
-            for part in self._parts[1:]:
-                total = total + part
-            self._barrier.wait()
-            return total.to(partial.dtype)
+        def sum_(addend: Tensor) -> Tensor:
+            return torch.stack(self._exchanged(rank, addend.float())).sum(0).to(addend.dtype)
 
         return sum_
+
+    def _gathering(self, rank: int) -> Callable[[Tensor, int], Tensor]:
+        def gather(part: Tensor, columns: int) -> Tensor:
+            whole = torch.cat(self._exchanged(rank, part), dim=1)
+            assert whole.shape[1] == columns
+            return whole
+
+        return gather
 
 
 def logits_of(runner: ModelRunner) -> Tensor:
@@ -80,9 +90,12 @@ def cases() -> list[ParameterSet]:
 @pytest.mark.parametrize(("name", "count"), cases())
 def test_ranks_compute_the_logits_of_one(name: str, count: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = saved_model(name, tmp_path_factory)
-    alone = logits_of(load_runner(folder))
-    for found in ThreadRanks(count).run(lambda share: logits_of(ModelRunner(settings_of(folder), share=share))):
-        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+    alone, ranks = load_runner(folder), ThreadRanks(count)
+    runners = [ModelRunner(settings_of(folder), share=share) for share in ranks.shares]
+    assert all(runner.info.weight_bytes < alone.info.weight_bytes for runner in runners)
+    expected = logits_of(alone)
+    for found in ranks.run(lambda share: logits_of(runners[share.rank])):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def imported(folder: Path, kind: Kind, **sizes: object) -> Path:

@@ -11,12 +11,14 @@ import torch
 
 from pagoda_server.engine.core.errors import ConfigError, EngineError
 from pagoda_server.engine.core.step import StepPlan
+from pagoda_server.engine.runners import readings
 from pagoda_server.engine.runners.cpu.leader import Leader
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings import EngineConfig
+from tests.engine.test_readouts import READOUTS, Served
 from tests.engine.test_speculation import knowing, serve
 from tests.engine.test_tensor_parallel import logits_of, settings_of
-from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, saved_model
+from tests.engine.tiny_models import VOCAB_SIZE, ShuffledBlocks, load_runner, next_chunk, random_prompt, saved_model
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -60,6 +62,28 @@ def test_a_group_serves_the_tokens_of_one_process(folder: Path, group: Group) ->
         assert drafted.accepted > 0
     assert torch.equal(logits_of(group.runner), logits_of(group.runner)), "the same bits"
     assert not group.lost.is_set()
+
+
+def test_a_group_reads_from_prompts_what_one_process_reads(
+    folder: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readings, "_MAX_LOGITS", 5 * VOCAB_SIZE)  # several slices for a chunk
+    found = []
+    for runner in (load_runner(folder), group.runner):
+        served = Served(runner)
+        for number, readout in enumerate(READOUTS):
+            served.add(random_prompt(30 + number, seed=number), readout)
+        served.run()
+        found.append(served.readings)
+    alone, together = found
+    assert together.keys() == alone.keys()
+    for ours, theirs in ((together[id], alone[id]) for id in alone):
+        for reading, expected in zip(ours, theirs, strict=True):
+            assert reading.hidden == pytest.approx(expected.hidden, abs=1e-5)
+            assert [each.top_ids for each in reading.logprobs] == [each.top_ids for each in expected.logprobs]
+            assert [each.chosen for each in reading.logprobs] == pytest.approx(
+                [each.chosen for each in expected.logprobs], abs=1e-5
+            )
 
 
 def test_a_group_saves_and_loads_the_blocks_of_every_rank(folder: Path) -> None:

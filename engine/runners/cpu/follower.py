@@ -8,13 +8,11 @@ import os
 import signal
 import socket
 import sys
-from functools import partial
 
 from ....settings import EXIT_CONFIG
 from ....settings.engine import EngineConfig
 from ...core.errors import ConfigError
-from ...models.share import Share
-from .ranks import join, receive_frame, send_frame, sum_over_ranks
+from .ranks import join, receive_frame, send_frame, share_of
 from .runner import ModelRunner
 
 _PR_SET_PDEATHSIG = 1
@@ -31,9 +29,8 @@ def main() -> int:
         return 0
     fields = json.loads(start)
     config, rank = EngineConfig(**fields["config"]), int(fields["rank"])
-    count = config.tensor_parallel
     try:
-        runner = ModelRunner(config, share=Share(rank, count, partial(sum_over_ranks, count)))
+        runner = ModelRunner(config, share=share_of(rank, config.tensor_parallel))
     except ConfigError as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG

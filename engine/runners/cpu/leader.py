@@ -13,13 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 
 from ....settings import EXIT_CONFIG, EXIT_FAILURE
 from ....settings.engine import EngineConfig
 from ...core.errors import ConfigError, EngineError
-from ...models.share import Share
-from .ranks import join, leave, receive_frame, send_frame, sum_over_ranks
+from .ranks import join, leave, receive_frame, send_frame, share_of
 
 log = logging.getLogger("pagoda.engine")
 
@@ -39,7 +37,7 @@ class Leader:
     """
 
     def __init__(self, config: EngineConfig, on_loss: Callable[[], None] = exit_at_once) -> None:
-        self.share = Share(0, config.tensor_parallel, partial(sum_over_ranks, config.tensor_parallel))
+        self.share = share_of(0, config.tensor_parallel)
         self._config, self._on_loss = config, on_loss
         self._is_in_step, self._is_closed = True, False
         self._folder = tempfile.TemporaryDirectory(prefix="pagoda-")  # mode 0700: no other user can join
@@ -80,7 +78,7 @@ class Leader:
 
     @contextmanager
     def step(self, message: bytes) -> Iterator[None]:
-        """Send a step that this rank computes inside. If that fails, the others wait for its sums in vain."""
+        """Send what this rank computes inside, too. If that fails, the others wait for its sums in vain."""
         self.send(message)
         self._is_in_step = False
         yield

@@ -1,6 +1,7 @@
-"""A step as one array of int32, for ranks that have no scheduler: token ids, positions, slots and block tables.
+"""A step as arrays of int32, for ranks that have no scheduler: token ids, positions, slots and block tables.
 
-It names no sequence, so a rank keeps nothing from one step to the next but its pages.
+They name no sequence, so a rank keeps nothing from one step to the next but its pages. The first number of a message
+says what it is: how many tokens a step has, or one of those below.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ....kernels import Backend, PagedKV
 from ...core.step import StepPlan
 from ...models import GroupInputs, StepInputs
 from .step_arrays import StepArrays
 
+_COPIES, _ROWS = 0, -1
+
 
 def packed_copies(plan: StepPlan) -> bytes:
     """A plan's copies, without its chunks."""
     pairs = [np.array(each, dtype=np.int32).ravel() for each in (plan.saves, plan.loads, plan.copies)]
-    return np.concatenate((np.array([0, *map(len, pairs)], dtype=np.int32), *pairs)).tobytes()
+    return np.concatenate((np.array([_COPIES, *map(len, pairs)], dtype=np.int32), *pairs)).tobytes()
+
+
+def packed_rows(rows: Tensor) -> bytes:
+    """The rows [count] int64 of the last step whose logits are wanted."""
+    return np.concatenate(([_ROWS], rows.numpy()), dtype=np.int32, casting="same_kind").tobytes()
 
 
 def packed_inputs(inputs: StepInputs) -> bytes:
@@ -33,10 +42,12 @@ def packed_inputs(inputs: StepInputs) -> bytes:
     return np.concatenate((sizes, *(part.numpy() for part in parts)), dtype=np.int32, casting="same_kind").tobytes()
 
 
-def unpacked(message: bytes, kv: PagedKV, ops: Backend, arrays: StepArrays) -> StepPlan | StepInputs:
-    """What one of the functions above has packed: a plan that has copies alone, or the inputs of a step."""
+def unpacked(message: bytes, kv: PagedKV, ops: Backend, arrays: StepArrays) -> StepPlan | StepInputs | Tensor:
+    """What one of the functions above has packed: a plan that has copies alone, the inputs of a step, or rows."""
     numbers = np.frombuffer(bytearray(message), dtype=np.int32)
-    if numbers[0] == 0:
+    if numbers[0] == _ROWS:
+        return torch.from_numpy(numbers[1:].astype(np.int64))
+    if numbers[0] == _COPIES:
         saves, loads, copies = (
             [(first, second) for first, second in part.reshape(-1, 2).tolist()]
             for part in _split(numbers[4:], *numbers[1:4].tolist())

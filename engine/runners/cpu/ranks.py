@@ -6,12 +6,15 @@ import os
 import socket
 import struct
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from ....settings.engine import EngineConfig
+from ...models.share import Share
 
 _LENGTH = struct.Struct("=I")  # of a frame; both ends are on one host
 
@@ -37,14 +40,32 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def sum_over_ranks(count: int, partial: Tensor) -> Tensor:
+def share_of(rank: int, count: int) -> Share:
+    """A rank's part of a model, whose sums are over the ranks that have joined."""
+    return Share(rank, count, partial(sum_over_ranks, count), partial(gather_columns, rank, count))
+
+
+def sum_over_ranks(count: int, addend: Tensor) -> Tensor:
     """The sum of a tensor of each rank, added in float32 in the order of ranks, so that all ranks get the same bits."""
-    parts = torch.empty(count, *partial.shape, dtype=partial.dtype)
-    dist.all_gather([part.view(torch.uint8) for part in parts], partial.contiguous().view(torch.uint8))
+    parts = torch.empty(count, *addend.shape, dtype=addend.dtype)
+    dist.all_gather([part.view(torch.uint8) for part in parts], addend.contiguous().view(torch.uint8))
     total = parts[0].float()
     for part in parts[1:]:
         total += part
-    return total.to(partial.dtype)
+    return total.to(addend.dtype)
+
+
+def gather_columns(rank: int, count: int, part: Tensor, columns: int) -> Tensor:
+    """On rank 0 the parts of all ranks beside each other; on the others their own. No rows are not sent."""
+    if not len(part):
+        return part.new_empty(0, columns)
+    sizes = [Share(each, count).of(columns, "columns").size for each in range(count)]
+    sent = functional.pad(part, (0, max(sizes) - part.shape[1])).contiguous()  # gloo gathers parts of one size
+    parts = torch.empty(count, *sent.shape, dtype=part.dtype) if rank == 0 else part.new_empty(0)
+    dist.gather(sent.view(torch.uint8), [each.view(torch.uint8) for each in parts] if rank == 0 else None)
+    if rank:
+        return part
+    return torch.cat([each[:, :size] for each, size in zip(parts, sizes, strict=True)], dim=1)
 
 
 def send_frame(connection: socket.socket, message: bytes) -> None:

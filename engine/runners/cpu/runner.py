@@ -21,10 +21,10 @@ from ...loop.steps_in_flight import Computed
 from ...models import StepInputs
 from ...models.share import WHOLE, Share
 from ..loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
-from ..readings import NOT_FINITE, is_read, read
+from ..readings import NOT_FINITE, StepHead, is_read, read
 from ..runner_info import count_blocks
 from .host_memory import HostMemory
-from .packed_step import packed_copies, packed_inputs, unpacked
+from .packed_step import packed_copies, packed_inputs, packed_rows, unpacked
 from .recorded_steps import RecordedSteps
 from .sampler import Choice, Sampler
 from .step_arrays import StepArrays
@@ -67,8 +67,9 @@ class ModelRunner:
         limits = config.step_limits("cpu")
         self.max_choices = limits.token_budget
         self._leader, self._ops = leader, loaded.ops
-        self._model = loaded.model
-        self._sampler = Sampler(loaded.ops, loaded.model.config.vocab_size)
+        self._model, self._vocab_size = loaded.model, loaded.model.config.vocab_size
+        self._followed = torch.empty(0)  # the hidden states of the last step that another rank has packed
+        self._sampler = Sampler(loaded.ops, self._vocab_size)
         groups, windows = loaded.spec.groups, loaded.model.config.windows
         self._arrays = StepArrays(limits.token_budget, loaded.longest, loaded.spec.block_size, groups, windows)
         budget = DEFAULT_CPU_BYTES if config.kv_cache_gb is None else int(config.kv_cache_gb * 1e9)
@@ -167,28 +168,39 @@ class ModelRunner:
         if is_read(chunks):
             inputs, hidden = self._hidden_states(rows)
             offsets = itertools.accumulate((chunk.length for chunk in chunks[:-1]), initial=0)
-            pending = read(self._model, hidden, inputs.token_ids, chunks, offsets)
+            head = StepHead(lambda rows: self._logits(hidden, torch.arange(rows.start, rows.stop)), self._vocab_size)
+            pending = read(head, hidden, inputs.token_ids, chunks, offsets)
             readings = {index: each.result() for index, each in pending.items()}
-            return self._model.head(hidden, inputs.logit_rows), readings
+            return self._logits(hidden, inputs.logit_rows), readings
         if self._recorded is not None and self._recorded.has_room_for(rows):
             return self._recorded.logits(rows), {}
         inputs, hidden = self._hidden_states(rows)
-        return self._model.head(hidden, inputs.logit_rows), {}
+        return self._logits(hidden, inputs.logit_rows), {}
 
     def _hidden_states(self, chunks: list[Chunk]) -> tuple[StepInputs, Tensor]:
-        """What every rank computes. The head, and the choice of tokens, are rank 0's alone."""
+        """Embedding and layers, which every rank computes. The choice of tokens is rank 0's alone."""
         inputs = self._arrays.pack(chunks, self._ops, self._cache[0])
         with nullcontext() if self._leader is None else self._leader.step(packed_inputs(inputs)):
             return inputs, self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
 
+    def _logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """[rows, vocab], of rows of the last step's hidden states, or of all. Every rank computes some columns."""
+        rows = torch.arange(len(hidden)) if rows is None else rows
+        if self._leader is None or not len(rows):
+            return self._model.head(hidden, rows)
+        with self._leader.step(packed_rows(rows)):
+            return self._model.head(hidden, rows)
+
     @torch.inference_mode()
     def follow(self, message: bytes) -> None:
-        """Do a rank's part of a step that another rank has packed."""
+        """Do a rank's part of what another rank has packed."""
         step = unpacked(message, self._cache[0], self._ops, self._arrays)
         if isinstance(step, StepPlan):
             self._copy(step)
+        elif isinstance(step, Tensor):
+            self._model.head(self._followed, step)
         else:
-            self._model.hidden_states(self._model.embed(step), step, self._cache)
+            self._followed = self._model.hidden_states(self._model.embed(step), step, self._cache)
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:
@@ -197,7 +209,7 @@ class ModelRunner:
         chunk   at most a token budget long; earlier tokens of its sequence are computed
         return  [chunk.length, vocab], in the dtype of the weights or float32
         """
-        return self._model.head(self._hidden_states([chunk])[1])
+        return self._logits(self._hidden_states([chunk])[1])
 
 
 def one_row_each(chunks: list[Chunk]) -> list[Chunk]:

@@ -18,7 +18,7 @@ from ....settings.engine import EngineConfig
 from ...core.errors import OutOfMemory
 from ...core.step import Chunk, Sampled, StepPlan
 from ..loaded_model import DEFAULT_CPU_BYTES, LoadedModel, enough_memory
-from ..readings import PendingReading, is_read, read
+from ..readings import PendingReading, StepHead, is_read, read
 from ..runner_info import count_blocks
 from .copies import CopyInputs, HostCopies, nothing_copied
 from .graphs import MIXED_CHUNKS, MIXED_TOKENS, StepGraphs, StepShape
@@ -145,7 +145,8 @@ class DeviceRunner:
         """
         inputs = self._inputs.of_model(shape)
         hidden = self._model.hidden_states(self._model.embed(inputs), inputs, self._cache)
-        readings = read(self._model, hidden, inputs.token_ids, chunks, tokens)
+        head = StepHead(lambda rows: self._model.head(hidden[rows]), self._model.config.vocab_size)
+        readings = read(head, hidden, inputs.token_ids, chunks, tokens)
         self._sample(self._model.head(hidden, inputs.logit_rows), shape)
         return readings
 
