@@ -24,7 +24,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.strides import STRIDE
 from pagoda_server.engine.kv.blocks import EvictionOrder
-from pagoda_server.router.engines.cached_keys import CachedKeys
+from pagoda_server.router.engines.cached_keys import CachedBits, CachedKeys
 from pagoda_server.router.engines.choosing import Asked, Automatic, ByHash, Chooser, LeastLoaded
 
 
@@ -167,14 +167,14 @@ class Engine:
 class View:
     """What one router knows of an engine: as of a while ago, and what it has sent itself."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, cached_bits: CachedBits, clock: Callable[[], float]) -> None:
         machine = engine.machine
         self.engine = engine
         self.name = engine.name
         self.max_num_seqs = machine.max_num_seqs
-        self.prefill_tokens_per_s = machine.token_budget / (machine.base_s + machine.token_s * machine.token_budget)
+        self._prefill_tokens_per_s = machine.token_budget / (machine.base_s + machine.token_s * machine.token_budget)
         info = control_pb2.EngineInfo(kv_cache={"num_blocks": machine.num_strides, "block_size": STRIDE})
-        self.cached = CachedKeys(info, clock)
+        self.cached = CachedKeys(info, cached_bits, clock)
         self.cached.take_snapshot(engine_pb2.CacheSnapshot(is_first=True, is_last=True))
         self.num_own = self._own_uncomputed = self._num_deltas = self._num_taken = 0
         self._pending: dict[Request, int] = {}
@@ -185,8 +185,8 @@ class View:
         return self.num_own + self._num_others
 
     @property
-    def num_uncomputed(self) -> int:
-        return self._own_uncomputed + self._others_uncomputed
+    def outlook(self) -> tuple[int, int, float]:
+        return self.num_sequences, self._own_uncomputed + self._others_uncomputed, self._prefill_tokens_per_s
 
     def send(self, request: Request, asked: Asked) -> None:
         self.num_own += 1
@@ -252,7 +252,8 @@ def simulate(
     """
     now = 0.0
     engines = [Engine(f"engine-{at}", machine or Machine()) for at in range(num_engines)]
-    routers = [(rule(), [View(engine, lambda: now) for engine in engines]) for _ in range(num_routers)]
+    choosers = [rule() for _ in range(num_routers)]
+    routers = [(each, [View(engine, each.cached, lambda: now) for engine in engines]) for each in choosers]
     events: list[tuple[float, int, object]] = []
     numbers = itertools.count()
     served = list(requests)

@@ -7,6 +7,7 @@ shows another prompt's content.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b, sha256
@@ -31,8 +32,8 @@ def stride_keys(previous: int, tokens: Sequence[int]) -> list[int]:
     """
     content = array("I", tokens).tobytes()
     size = 4 * STRIDE
-    key, keys = previous.to_bytes(8, "little"), []
+    key, digests = previous.to_bytes(8, "little"), []
     for start in range(0, len(content) - size + 1, size):
         key = blake2b(key + content[start : start + size], digest_size=8).digest()
-        keys.append(int.from_bytes(key, "little"))
-    return keys
+        digests.append(key)
+    return list(struct.unpack(f"<{len(digests)}Q", b"".join(digests)))

@@ -2,6 +2,7 @@
 
 bookkeeping  Python time of a step around the model
 channel      latency and CPU time of the link between router and engine
+choice       a router's choice of an engine by what engines have cached
 crowds       schedule() with thousands of sequences waiting
 experts      bytes and milliseconds of a layer with experts, beside a dense one and transformers
 guided       what a grammar costs per step, and what forced tokens save

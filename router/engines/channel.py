@@ -17,7 +17,7 @@ from pagoda.v1 import control_pb2
 
 from ...runtime.channel_trust import ChannelTrust
 from ..errors import EngineLost, Unavailable
-from .cached_keys import CachedKeys
+from .cached_keys import CachedBits, CachedKeys
 from .checking import Checks
 from .choosing import Asked
 from .group import Identity, may_continue
@@ -61,6 +61,7 @@ class EngineChannel:
     is_supervised   whether this server starts the engine again by itself: it is tried again at once
     wakeups         wakes the streams of this and other channels; None: of this one alone
     trust           what guards the channel at HOST:PORT; None: nothing
+    cached_bits     what all engines have cached; None: nothing is compared with this one
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class EngineChannel:
         is_supervised: bool = False,
         wakeups: Wakeups | None = None,
         trust: ChannelTrust | None = None,
+        cached_bits: CachedBits | None = None,
     ) -> None:
         self.address = address
         self.name = name or address
@@ -104,7 +106,9 @@ class EngineChannel:
         self._checks = Checks()  # of the connection
         self._offers_cache = False  # it can report what its prefix cache holds
         self._wants_cache = False
+        self.max_num_seqs = 0
         self.cached: CachedKeys | None = None  # while it reports that
+        self._cached_bits = CachedBits() if cached_bits is None else cached_bits
         self._trust = trust
         self._link: EngineLink | None = None
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
@@ -120,7 +124,7 @@ class EngineChannel:
 
     @property
     def takes_requests(self) -> bool:
-        return self.is_ready and not self.is_leaving and not self.says_goodbye
+        return self.info is not None and not self.is_leaving and not self.says_goodbye
 
     @property
     def is_suspect(self) -> bool:
@@ -150,21 +154,12 @@ class EngineChannel:
     @property
     def num_sequences(self) -> int:
         """The sequences in the engine, those of other routers included."""
-        return self.sequences.num_with_others
+        return self.sequences.outlook[0]
 
     @property
-    def max_num_seqs(self) -> int:
-        return self.info.max_num_seqs if self.info is not None else 0
-
-    @property
-    def num_uncomputed(self) -> int:
-        """The prompt tokens that the engine still has to compute."""
-        return self.sequences.num_uncomputed
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """How fast it computes prompts; 0 before it has computed any."""
-        return self.sequences.load.prefill_tokens_per_s
+    def outlook(self) -> tuple[int, int, float]:
+        """What `Sequences` calls so."""
+        return self.sequences.outlook
 
     @property
     def label(self) -> str:
@@ -327,7 +322,6 @@ class EngineChannel:
                         if model != self.model:
                             self.model, self.identity = model, None
                         self._offers_cache = message.follows_cache
-                        self.cached = None
                         hello, self._answers_pings = message.hello, message.answers_pings
                         self._link, self._outgoing = link, asyncio.Queue()
                         watch = asyncio.create_task(self._watch(link))
@@ -342,7 +336,7 @@ class EngineChannel:
                         self.questions.flushed(message.cache_flushed)
                     case "cache_snapshot" if hello is not None and self._wants_cache:
                         if self.cached is None:
-                            self.cached = CachedKeys(hello)
+                            self.cached = CachedKeys(hello, self._cached_bits)
                         self.cached.take_snapshot(message.cache_snapshot)
                     case "cache_delta" if self.cached is not None:
                         if not self.cached.take_delta(message.cache_delta):
@@ -370,7 +364,7 @@ class EngineChannel:
         if self._admit is not None:
             await self._admit(self)
         self._log_ready(info)
-        self.info, self.standing.refused = info, ""
+        self.info, self.max_num_seqs, self.standing.refused = info, info.max_num_seqs, ""
         self._last_absence_s = time.monotonic() - self._away_since
         self.has_been_ready = True
         await self._on_change()
@@ -426,7 +420,9 @@ class EngineChannel:
         self._owes_answer_since, self._answers_pings = None, False
         if was_ready:
             self._away_since = time.monotonic()
-        self.cached = None
+        if self.cached is not None:
+            self.cached.close()
+            self.cached = None
         self.sequences.lose(lambda: EngineLost(info, has_left=self.says_goodbye))
         self.says_goodbye = False
         self.questions.lose()

@@ -17,7 +17,7 @@ from pagoda.engine.v1 import engine_pb2
 
 from ...channel.strides import STRIDE, chain_root, first_key, stride_keys
 from ...settings.router import ChoiceName
-from .cached_keys import CachedKeys
+from .cached_keys import CachedBits, CachedKeys
 
 HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one engine: as long as most system prompts
 WARM = 0.8  # the part of a prompt that must be cached for an engine to be preferred
@@ -32,11 +32,11 @@ MOST_ABOVE_MEAN = 1.25  # times the mean number of sequences: an engine that has
 class Engine(Protocol):
     """What a rule reads of an engine.
 
-    num_sequences         in it, those of other routers included
-    max_num_seqs          that it computes at once
-    num_uncomputed        prompt tokens that it still has to compute
-    prefill_tokens_per_s  how fast it does; 0: unknown
-    cached                what its prefix cache holds; None: it does not report that
+    num_sequences  in it, those of other routers included
+    max_num_seqs   that it computes at once
+    cached         what its prefix cache holds; None: it does not report that
+    outlook        its num_sequences, the prompt tokens that it still has to compute, and how many of these it computes
+                   in a second; 0: unknown
     """
 
     @property
@@ -49,13 +49,10 @@ class Engine(Protocol):
     def max_num_seqs(self) -> int: ...
 
     @property
-    def num_uncomputed(self) -> int: ...
-
-    @property
-    def prefill_tokens_per_s(self) -> float: ...
-
-    @property
     def cached(self) -> CachedKeys | None: ...
+
+    @property
+    def outlook(self) -> tuple[int, int, float]: ...
 
 
 AnEngine = TypeVar("AnEngine", bound=Engine)
@@ -107,6 +104,7 @@ class Chooser(ABC):
     choices         counts them, by engine and reason
     predicted       counts prompt tokens that engines had cached, as far as was known, by engine
     follows_caches  whether engines are to report what their prefix caches hold
+    cached          what they have reported
     """
 
     follows_caches = False
@@ -114,6 +112,7 @@ class Chooser(ABC):
     def __init__(self) -> None:
         self.choices: Counter[tuple[str, str]] = Counter()
         self.predicted: Counter[str] = Counter()
+        self.cached = CachedBits()
         self._turns: Counter[str] = Counter()  # by the first engine: those of another model have turns of their own
 
     @abstractmethod
@@ -167,22 +166,21 @@ class ByPrefix(Chooser):
         self._random = random or Random()
 
     def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
-        prompt_len, keys = (len(asked.prompt), asked.keys()) if asked is not None else (0, [])
-        rates = [engine.prefill_tokens_per_s for engine in engines]
-        known = [rate for rate in rates if rate > 0]
+        prompt_len, found = (len(asked.prompt), self.cached.num_cached(asked.keys())) if asked is not None else (0, [])
+        outlooks = [engine.outlook for engine in engines]
+        known = [rate for _, _, rate in outlooks if rate > 0]
         usual_rate = sum(known) / len(known) if known else UNKNOWN_RATE
-        most = SLACK + MOST_TO_FEWEST * min(engine.num_sequences for engine in engines)
-        costs, hits = list[float](), list[int]()
-        for engine, rate in zip(engines, rates, strict=True):
-            cached = engine.cached
-            hits.append(hit := STRIDE * cached.num_cached(keys) if keys and cached is not None else 0)
-            fill = engine.num_sequences / (engine.max_num_seqs or 1)
-            seconds = (engine.num_uncomputed + prompt_len - hit) / (rate or usual_rate)
-            costs.append(seconds + FULL_S * fill + QUEUE_S * max(0.0, fill - 1.0))
+        most = SLACK + MOST_TO_FEWEST * min(outlooks)[0]
+        costs, hits, warm = list[float](), list[int](), list[int]()
+        for at, (engine, (count, uncomputed, rate)) in enumerate(zip(engines, outlooks, strict=True)):
+            hit = STRIDE * found[cached.place] if found and (cached := engine.cached) is not None else 0
+            hits.append(hit)
+            if hit and hit >= WARM * prompt_len and count < most:
+                warm.append(at)
+            fill = count / (engine.max_num_seqs or 1)
+            seconds = (uncomputed + prompt_len - hit) / (rate or usual_rate)
+            costs.append(seconds + FULL_S * fill + (QUEUE_S * (fill - 1.0) if fill > 1.0 else 0.0))
         everyone = range(len(engines))
-        warm = [
-            at for at in everyone if hits[at] and hits[at] >= WARM * prompt_len and engines[at].num_sequences < most
-        ]
         chosen, reason = self._cheapest(everyone, costs), "cost"
         if warm:
             best = self._cheapest(warm, costs)
@@ -196,8 +194,8 @@ class ByPrefix(Chooser):
 
     def _cheapest(self, of: Sequence[int], costs: Sequence[float]) -> int:
         """Choose one at random of those that cost about as little as the cheapest: routers must not all run to one."""
-        least = min(costs[at] for at in of)
-        return self._random.choice([at for at in of if costs[at] <= least + NEAR_S])
+        near = min([costs[at] for at in of]) + NEAR_S
+        return self._random.choice([at for at in of if costs[at] <= near])
 
 
 class Automatic(ByPrefix):

@@ -55,9 +55,10 @@ class Engines(ABC):
 
     def refusal(self) -> Unavailable | None:
         """Why no engine can be picked now; None: one is ready."""
-        if self.ready:
-            return None
-        return Unavailable(self._absence, retry_after_s=self.retry_after_s)
+        return None if self.ready else self._unavailable(self._absence)
+
+    def _unavailable(self, why: str) -> Unavailable:
+        return Unavailable(why, retry_after_s=self.retry_after_s)
 
     @property
     def retry_after_s(self) -> float | None:
@@ -78,14 +79,14 @@ class Engines(ABC):
         asked  what is known of the request; None: nothing
         like   what an engine reported whose tokens the picked one must continue; None: the request is new
         """
-        if (error := self.refusal()) is not None:
-            raise error
         ready = self.ready
+        if not ready:
+            raise self._unavailable(self._absence)
         if like is not None:
             ready = [channel for channel in ready if channel.may_continue(like)]
             if not ready:
-                raise Unavailable("no engine of the same kind is ready", retry_after_s=self.retry_after_s)
-        candidates = [channel for channel in ready if channel not in avoid] or ready
+                raise self._unavailable("no engine of the same kind is ready")
+        candidates = [channel for channel in ready if channel not in avoid] or ready if avoid else ready
         candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
         return candidates[0] if len(candidates) == 1 else self.chooser.choose(candidates, asked)
 

@@ -16,6 +16,10 @@ class Sequences:
     """Delivers what an engine sends to the streams that its sequences belong to. Numbers are never used again.
 
     load, tenants  as of the engine's last report
+    outlook        what decides whether the engine gets a request: the sequences in it, this router's as they are and
+                   those of others as of the last report; the prompt tokens that it still has to compute, counted alike;
+                   and how many of these it computes in a second, which is 0 before it has computed any. It is kept up
+                   to date, as a choice reads that of every engine.
     """
 
     def __init__(self, wakeups: Wakeups) -> None:
@@ -28,19 +32,10 @@ class Sequences:
         self._uncomputed: dict[EngineStream, int] = {}  # prompt tokens of streams that have not begun
         self._num_uncomputed = 0  # their sum
         self._num_others_uncomputed = 0  # of other routers' sequences, as of the last report
+        self.outlook = 0, 0, 0.0
 
     def __len__(self) -> int:
         return len(self._routes)
-
-    @property
-    def num_with_others(self) -> int:
-        """The sequences in the engine: this router's as they are, and those of others as of the last report."""
-        return len(self._routes) + self._num_others
-
-    @property
-    def num_uncomputed(self) -> int:
-        """The prompt tokens that the engine still has to compute, counted like `num_with_others`."""
-        return self._num_uncomputed + self._num_others_uncomputed
 
     def add(
         self,
@@ -62,7 +57,15 @@ class Sequences:
             self._routes[number] = (stream, index)
         self._uncomputed[stream] = num_uncomputed
         self._num_uncomputed += num_uncomputed
+        self._look_ahead()
         return stream
+
+    def _look_ahead(self) -> None:
+        self.outlook = (
+            len(self._routes) + self._num_others,
+            self._num_uncomputed + self._num_others_uncomputed,
+            self.load.prefill_tokens_per_s,
+        )
 
     def known(self, numbers: list[int]) -> list[int]:
         """Return those of these sequences that have not ended."""
@@ -74,6 +77,7 @@ class Sequences:
         numbers = range(stream.first_sequence, stream.first_sequence + len(stream.inboxes))
         for number in numbers:
             self._routes.pop(number, None)
+        self._look_ahead()
         return numbers
 
     def deliver(self, step: engine_pb2.StepOutput) -> None:
@@ -109,6 +113,7 @@ class Sequences:
                 self._wakeups.add(stream)
         self._num_others = max(0, step.load.waiting + step.load.running - len(self._routes))
         self._num_others_uncomputed = max(0, step.load.uncomputed_tokens - self._num_uncomputed)
+        self._look_ahead()
         self._wakeups.start()
 
     def lose(self, error: Callable[[], EngineLost]) -> None:
@@ -124,6 +129,7 @@ class Sequences:
             self._wakeups.add(stream)
         self._wakeups.start()
         self._routes.clear()
+        self._look_ahead()
 
     def _computed(self, stream: EngineStream) -> None:
         """Note that a stream's prompt needs no more computing."""

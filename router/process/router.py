@@ -233,6 +233,7 @@ class Router:
             is_supervised=self._is_engine_ours,
             wakeups=self._wakeups,
             trust=self._trust,
+            cached_bits=self._fleet.chooser.cached,
         )
 
     async def _serve(self, server: grpc.aio.Server) -> None:

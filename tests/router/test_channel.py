@@ -340,13 +340,12 @@ async def test_prompt_tokens_count_until_the_first_token_and_those_of_other_rout
         asked = Asked([1] * 100)
         asked.num_cached = 64
         first, second = channel.submit(submit(100), asked=asked), channel.submit(submit(10))
-        assert channel.num_uncomputed == 46
+        assert channel.outlook[1] == 46
         load = control_pb2.EngineLoad(uncomputed_tokens=146, prefill_tokens_per_s=1000)
         await engine.write(engine_pb2.EngineMessage(step={"load": load}))
-        await until(lambda: channel.num_uncomputed == 146)
-        assert channel.prefill_tokens_per_s == 1000
+        await until(lambda: channel.outlook == (2, 146, 1000.0))
         step = engine_pb2.StepOutput(sequences=[first.first_sequence], tokens=[1])
         await engine.write(engine_pb2.EngineMessage(step=step))
-        await until(lambda: channel.num_uncomputed == 10)
+        await until(lambda: channel.outlook[1] == 10)
         second.close()
-        assert channel.num_uncomputed == 0
+        assert channel.outlook[1] == 0

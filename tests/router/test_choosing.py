@@ -14,7 +14,7 @@ from bench.fleet import RULES, Machine, Outcome, arrivals, simulate
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.strides import STRIDE, chain_root, first_key, stride_keys
-from pagoda_server.router.engines.cached_keys import EXPECTED_S, MOST_KEYS, CachedKeys
+from pagoda_server.router.engines.cached_keys import EXPECTED_S, MOST_KEYS, CachedBits, CachedKeys
 from pagoda_server.router.engines.choosing import (
     HASHED_STRIDES,
     MOST_TO_FEWEST,
@@ -28,6 +28,7 @@ from pagoda_server.router.engines.choosing import (
 from pagoda_server.router.engines.refusals import InvalidMessage
 
 INFO = control_pb2.EngineInfo(kv_cache={"num_blocks": 1000, "block_size": 16})
+BITS = CachedBits()  # of the engines of these tests
 
 
 @dataclass
@@ -37,7 +38,11 @@ class Engine:
     max_num_seqs: int = 64
     num_uncomputed: int = 0
     prefill_tokens_per_s: float = 10_000.0
-    cached: CachedKeys | None = field(default_factory=lambda: CachedKeys(INFO))
+    cached: CachedKeys | None = field(default_factory=lambda: CachedKeys(INFO, BITS))
+
+    @property
+    def outlook(self) -> tuple[int, int, float]:
+        return self.num_sequences, self.num_uncomputed, self.prefill_tokens_per_s
 
 
 def engines(count: int) -> list[Engine]:
@@ -111,9 +116,20 @@ def caching(engine: Engine, prompt: list[int]) -> Engine:
     return engine
 
 
+def rule_with_caches(rule: type[ByPrefix]) -> ByPrefix:
+    made = rule(Random(1))
+    made.cached = BITS
+    return made
+
+
+def num_cached(cached: CachedKeys, keys: list[int]) -> int:
+    found = BITS.num_cached(keys)
+    return found[cached.place] if found else 0
+
+
 def by_prefix(fleet: Sequence[Engine], asked: Asked) -> tuple[str, str]:
     """The chosen engine and why."""
-    rule = ByPrefix(Random(1))
+    rule = rule_with_caches(ByPrefix)
     name = rule.choose(fleet, asked).name
     return name, next(iter(rule.choices))[1]
 
@@ -152,7 +168,7 @@ def test_a_prompt_that_no_engine_has_goes_where_it_is_computed_first() -> None:
 
 
 def test_engines_that_are_as_good_share_prompts_at_random() -> None:
-    rule, fleet = ByPrefix(Random(1)), engines(4)
+    rule, fleet = rule_with_caches(ByPrefix), engines(4)
     counts = Counter(rule.choose(fleet, Asked([1] * 500)).name for _ in range(400))
     assert min(counts.values()) > 60
 
@@ -160,37 +176,89 @@ def test_engines_that_are_as_good_share_prompts_at_random() -> None:
 def test_engines_are_chosen_by_load_while_one_reports_nothing() -> None:
     (prompt,) = prompts(1)
     fleet = [caching(Engine("warm", num_sequences=1), prompt), Engine("cold")]
-    assert Automatic().choose(fleet, Asked(prompt)).name == "warm"
+    assert rule_with_caches(Automatic).choose(fleet, Asked(prompt)).name == "warm"
     fleet[1].cached = None
-    assert Automatic().choose(fleet, Asked(prompt)).name == "cold"
+    assert rule_with_caches(Automatic).choose(fleet, Asked(prompt)).name == "cold"
 
 
 def test_a_prompt_counts_as_cached_where_it_was_sent_until_the_engine_must_have_reported_it() -> None:
     now = 0.0
-    cached, keys = CachedKeys(INFO, lambda: now), Asked([1] * 640).keys()
+    cached, keys = CachedKeys(INFO, BITS, lambda: now), Asked([1] * 640).keys()
     cached.expect(keys)
-    assert cached.num_cached(keys) == 10
+    assert num_cached(cached, keys) == 10
     now = EXPECTED_S
     cached.expect([])
-    assert cached.num_cached(keys) == 0
+    assert num_cached(cached, keys) == 0
 
 
 def test_deltas_follow_a_snapshot_and_a_gap_needs_another_one() -> None:
-    cached, keys = CachedKeys(INFO), Asked([1] * 640).keys()
+    cached, keys = CachedKeys(INFO, BITS), Asked([1] * 640).keys()
     assert cached.take_delta(engine_pb2.CacheDelta(number=7, stored=keys)), "a snapshot is under way"
     cached.take_snapshot(engine_pb2.CacheSnapshot(number=7, keys=keys[:3], is_first=True))
     cached.take_snapshot(engine_pb2.CacheSnapshot(number=7, keys=keys[3:6], is_last=True))
-    assert cached.num_cached(keys) == 6
+    assert num_cached(cached, keys) == 6
     assert cached.take_delta(engine_pb2.CacheDelta(number=8, stored=keys[6:], removed=keys[8:]))
-    assert cached.num_cached(keys) == 10
+    assert num_cached(cached, keys) == 10
     assert not cached.take_delta(engine_pb2.CacheDelta(number=10, removed=keys))
     cached.take_snapshot(engine_pb2.CacheSnapshot(number=10, is_first=True, is_last=True))
-    assert cached.num_cached(keys) == 0
+    assert num_cached(cached, keys) == 0
+
+
+def test_a_key_that_was_sent_stays_cached_when_the_engine_says_that_it_has_left() -> None:
+    now = 0.0
+    cached, keys = CachedKeys(INFO, BITS, lambda: now), Asked([1] * 640).keys()
+    cached.take_snapshot(engine_pb2.CacheSnapshot(keys=keys, is_first=True, is_last=True))
+    cached.expect(keys[:4])
+    assert cached.take_delta(engine_pb2.CacheDelta(number=1, removed=keys))
+    assert num_cached(cached, keys) == 4
+    cached.take_snapshot(engine_pb2.CacheSnapshot(keys=keys[:2], is_first=True, is_last=True))
+    assert num_cached(cached, keys) == 4
+    now = EXPECTED_S
+    cached.expect([])
+    assert num_cached(cached, keys) == 2
+
+
+def test_what_is_found_of_many_engines_is_what_is_counted_engine_by_engine() -> None:
+    """Engines come, go, and take each other's bits; one dictionary of all must say what a set for each says."""
+    random, bits = Random(1), CachedBits()
+    chains = [Asked([at] * 640).keys() for at in range(6)]
+    caches: dict[CachedKeys, set[int]] = {}
+    numbers: dict[CachedKeys, int] = {}
+    for _ in range(2000):
+        if len(caches) < 70 and random.random() < 0.2:
+            cached = CachedKeys(INFO, bits)
+            assert cached.place not in {each.place for each in caches}
+            cached.take_snapshot(engine_pb2.CacheSnapshot(is_first=True, is_last=True))
+            caches[cached], numbers[cached] = set(), 0
+        if not caches:
+            continue
+        cached = random.choice(list(caches))
+        if random.random() < 0.03:
+            cached.close()
+            del caches[cached], numbers[cached]
+            continue
+        chain, (low, high) = random.choice(chains), sorted(random.choices(range(11), k=2))
+        numbers[cached] += 1
+        if random.random() < 0.7:
+            cached.take_delta(engine_pb2.CacheDelta(number=numbers[cached], stored=chain[:high]))
+            caches[cached].update(chain[:high])
+        else:
+            cached.take_delta(engine_pb2.CacheDelta(number=numbers[cached], removed=chain[low:]))
+            caches[cached].difference_update(chain[low:])
+        found = bits.num_cached(chain)
+        for each, held in caches.items():
+            leading = next((at for at, key in enumerate(chain) if key not in held), len(chain))
+            assert (found[each.place] if found else 0) == leading
+        assert sum(map(bool, found)) == sum(chain[0] in held for held in caches.values()), "a place that no engine has"
+    for each in list(caches):
+        each.close()
+    assert len(bits) == 0
+    assert CachedKeys(INFO, bits).place == 0
 
 
 @pytest.mark.parametrize("num_blocks", [1000, (1 << 32) - 1])
 def test_an_engine_that_reports_more_than_its_cache_holds_is_refused(num_blocks: int) -> None:
-    cached = CachedKeys(control_pb2.EngineInfo(kv_cache={"num_blocks": num_blocks, "block_size": 16}))
+    cached = CachedKeys(control_pb2.EngineInfo(kv_cache={"num_blocks": num_blocks, "block_size": 16}), CachedBits())
     most = min(num_blocks, MOST_KEYS)
     cached.take_snapshot(engine_pb2.CacheSnapshot(keys=range(most), is_first=True, is_last=True))
     with pytest.raises(InvalidMessage, match=f"{most}"):

@@ -1,0 +1,90 @@
+"""What it costs a router to choose an engine by what engines have cached: `python -m bench.micro.choice`.
+
+Half of the prompts have a beginning that every engine has cached, to a depth of its own; the others are new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda.v1 import control_pb2
+from pagoda_server.router.engines.cached_keys import CachedKeys
+from pagoda_server.router.engines.channel import EngineChannel
+from pagoda_server.router.engines.choosing import Asked, ByPrefix
+from pagoda_server.router.engines.fleet import Fleet, Member
+
+NUM_PROMPTS = 150
+INFO = control_pb2.EngineInfo(max_num_seqs=64, kv_cache={"num_blocks": 1 << 16, "block_size": 16})
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def fleet_of(num_engines: int, rng: random.Random) -> Fleet:
+    """Ready engines with loads of their own."""
+    chooser = ByPrefix(rng)
+
+    def connect(member: Member, number: int) -> EngineChannel:
+        return EngineChannel(member.address, hang_timeout_s=60, on_change=_nothing, cached_bits=chooser.cached)
+
+    fleet = Fleet(connect, chooser)
+    for at in range(num_engines):
+        fleet.join(Member(str(at), f"127.0.0.1:{at}"))
+    for channel in fleet.channels:
+        channel.info, channel.max_num_seqs = INFO, INFO.max_num_seqs
+        load = control_pb2.EngineLoad(
+            running=rng.randrange(40), uncomputed_tokens=rng.randrange(4000), prefill_tokens_per_s=5000.0
+        )
+        channel.sequences.deliver(engine_pb2.StepOutput(load=load))
+    return fleet
+
+
+def fill(fleet: Fleet, prompts: list[list[int]], keys_each: int, rng: random.Random) -> None:
+    """Let each engine have a beginning of each prompt, and keys that no prompt has."""
+    chains = [Asked(prompt).keys() for prompt in prompts]
+    for channel in fleet.channels:
+        channel.cached = CachedKeys(INFO, fleet.chooser.cached)
+        keys = [key for chain in chains for key in chain[: rng.randrange(1, len(chain))]]
+        keys += [rng.getrandbits(63) for _ in range(keys_each - len(keys))]
+        channel.cached.take_snapshot(engine_pb2.CacheSnapshot(keys=keys, is_first=True, is_last=True))
+
+
+def timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.micro.choice", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--engines", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a prompt")
+    parser.add_argument("--keys", type=int, default=20_000, help="that each engine has cached")
+    parser.add_argument("--choices", type=int, default=2000)
+    args = parser.parse_args(argv)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(50_000) for _ in range(args.tokens)] for _ in range(NUM_PROMPTS)]
+    fleet = asyncio.run(fleet_of(args.engines, rng))
+    fill(fleet, prompts[: NUM_PROMPTS // 2], args.keys, rng)
+    seconds = []
+    for _ in range(args.choices):
+        asked = Asked(rng.choice(prompts))
+        seconds.append((timed(asked.keys), timed(lambda asked=asked: fleet.pick(asked=asked))))  # type: ignore[misc]
+    keys, choices = np.array(seconds).T
+    print(f"{args.engines} engines, prompts of {args.tokens} tokens, milliseconds at p50 and p99")
+    for name, found in (("keys", keys), ("choice", choices), ("both", keys + choices)):
+        low, high = 1e3 * np.percentile(found, [50, 99])
+        print(f"{name:8}{low:8.3f}{high:8.3f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
