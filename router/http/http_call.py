@@ -18,7 +18,7 @@ from ..request.inference import InferenceServicer
 from ..request.receiving import Parse
 from ..tenants.caller import caller
 from .acceptor import Pace
-from .errors import BodyTooLarge, refusal, send_refusal
+from .errors import BodyTooLarge, Refusal, refusal, send_refusal
 
 REQUEST_ID = "x-request-id"
 
@@ -26,7 +26,7 @@ REQUEST_ID = "x-request-id"
 class Answer(Protocol):
     """What becomes of a call's messages."""
 
-    media_type: str
+    media_type: str = "application/json"
 
     def take(self, message: Any, prompt: int = 0) -> bytes:
         """The bytes to send now, which may be none. The message is the method's, and may change afterwards.
@@ -36,6 +36,10 @@ class Answer(Protocol):
 
     def end(self) -> bytes:
         """The last bytes, once the call has ended well. Raises PagodaError if the answer is not complete."""
+
+    def failed(self, refused: Refusal) -> bytes:
+        """The last bytes of an answer that has begun and fails."""
+        return b"data: " + refused.body + b"\n\n"
 
 
 class Api(Protocol):
@@ -50,22 +54,24 @@ class Api(Protocol):
     def own_name(self, field: str) -> str:
         """The client's name of a field that the protocol calls so."""
 
+    def refusal(self, error: Exception) -> Refusal:
+        """An error in the API's form."""
+        return refusal(error)
+
 
 class HttpCall:
     """A ClientCall that HTTP has brought, and its answer.
 
     The task that serves it is cancelled when the client goes: `is_gone` then distinguishes it from other cancels.
 
-    make_answer  called once, for the first message. No message is written before the request has passed validation, so
-                 nothing of an answer has a size that a client chose freely
+    api  makes the answer once, for the first message. No message is written before the request has passed validation,
+         so nothing of an answer has a size that a client chose freely
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, max_bytes: int, make_answer: Callable[[], Answer]
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int, api: Api) -> None:
         self.is_gone = False
         self.has_begun = False
-        self._make_answer = make_answer
+        self._api = api
         self._answer: Answer | None = None
         self._metadata = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         self._receive = receive
@@ -116,7 +122,7 @@ class HttpCall:
     def take(self, message: Any, prompt: int = 0) -> bytes:
         """Give a message to the answer. Returns the bytes to send now."""
         if self._answer is None:
-            self._answer = self._make_answer()
+            self._answer = self._api.answer()
         return self._answer.take(message, prompt)
 
     async def write(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> None:
@@ -138,11 +144,12 @@ class HttpCall:
     async def fail(self, error: Exception) -> None:
         """Answer with an error; one that comes after the answer has begun is its last event."""
         self.close()
-        refused = refusal(error)
+        refused = self._api.refusal(error)
         if not self.has_begun:
             await send_refusal(refused, self._send, (REQUEST_ID.encode(), self._told_id()))
             return
-        await self._send({"type": "http.response.body", "body": b"data: " + refused.body + b"\n\n"})
+        assert self._answer is not None
+        await self._send({"type": "http.response.body", "body": self._answer.failed(refused)})
 
     def close(self) -> None:
         """Stop watching for the client's end."""
@@ -181,27 +188,35 @@ class Endpoint:
     serve      calls it with what parses a body, and the route
     make_api   makes the API's side of a request
     max_bytes  of a body
+    computes   whether an engine does, so that a call is refused before it is read where none would take it
     """
 
     def __init__(
-        self, inference: InferenceServicer, method: str, serve: Serve, make_api: Callable[[], Api], max_bytes: int
+        self,
+        inference: InferenceServicer,
+        method: str,
+        serve: Serve,
+        make_api: Callable[[], Api],
+        max_bytes: int,
+        computes: bool = True,
     ) -> None:
         self._inference = inference
         self._method = method
         self._serve = serve
         self._make_api = make_api
         self._max_bytes = max_bytes
+        self._computes = computes
         self._starts = Pace(0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         api = self._make_api()
-        call = HttpCall(scope, receive, send, self._max_bytes, api.answer)
+        call = HttpCall(scope, receive, send, self._max_bytes, api)
 
         def parse(raw: bytes, limits: Limits) -> Any:
             return api.request(raw, limits, call)
 
         route = f"{scope['method']} {scope['path']}"
-        if (why := self._inference.refusal(caller().tenant)) is not None:
+        if self._computes and (why := self._inference.refusal(caller().tenant)) is not None:
             self._inference.refused(call, why, route, self._method)
             await call.fail(why)
             return

@@ -360,7 +360,7 @@ class Router:
         ]
 
     def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
-        from ..http import health, metrics, openai, page
+        from ..http import anthropic, health, metrics, openai, page, responses, tokens
         from ..http.live import LiveFeed
         from ..telemetry.metrics import Metrics
 
@@ -371,7 +371,11 @@ class Router:
         about = {"models": [*self._folders], "version": installed_version(), "resumable": is_resumable}
         return [
             *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
-            *openai.routes(self._inference, max_bytes),
+            *(
+                route
+                for api in (openai, responses, anthropic, tokens)
+                for route in api.routes(self._inference, max_bytes)
+            ),
             *page.routes(LiveFeed(self._fleet, load), about),
             *metrics.routes(shown.page),
         ]

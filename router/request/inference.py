@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -17,27 +17,24 @@ from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
 from ..errors import EngineLost, PagodaError, Unavailable, Unimplemented
 from ..tenants.caller import caller
-from .admission import Admission, Reservation
 from .client_call import ClientCall, time_left
+from .conversions import Conversions
 from .generate_call import GenerateCall, OutputRoom, Stream
 from .models import ServedModel, ServedModels
 from .output import ClientWriter
 from .parsing import checked_grammar, parsing_of
 from .readouts import Readouts
-from .receiving import SMALL_BYTES, Parse, Received, from_protobuf
+from .receiving import SMALL_BYTES, Parse, from_protobuf
 from .record import Record
 from .resuming import KeptStream, KeptStreams, Progress, has_begun, not_kept, submit_again
 from .services import SERVICE, AdmittedCall, Services
 from .token_times import TokenTimes
 from .validation import (
     GenerateParams,
-    TokenizeParams,
     check_prompt,
     to_submit,
-    validate_detokenize,
     validate_generate,
     validate_resume,
-    validate_tokenize,
 )
 
 # Writes a stream that another router keeps for this tenant, within so many seconds. Returns False if none does.
@@ -45,11 +42,8 @@ ResumeElsewhere: TypeAlias = Callable[
     [inference_pb2.ResumeRequest, str, float | None, Callable[[inference_pb2.GenerateResponse], Awaitable[None]]],
     Awaitable[bool],
 ]
-MAX_CONVERSIONS = 64  # calls of Tokenize and Detokenize at once
 _GENERATE = from_protobuf(inference_pb2.GenerateRequest)
 _RESUME = from_protobuf(inference_pb2.ResumeRequest)
-_TOKENIZE = from_protobuf(inference_pb2.TokenizeRequest)
-_DETOKENIZE = from_protobuf(inference_pb2.DetokenizeRequest)
 _NOT_KEPT = contextlib.nullcontext()
 _IDS_AT_ONCE = 4096  # the interpreter can change threads between two chunks of a list, not within one
 
@@ -73,7 +67,7 @@ class InferenceServicer:
         """
         self.services = services
         self.readouts = Readouts(services)
-        self._conversions = Admission(MAX_CONVERSIONS, max_tokens=1)
+        self.conversions = Conversions(services)
         self._times = times
         self._stall_timeout_s = stall_timeout_s
         self.resume_elsewhere: ResumeElsewhere | None = None  # set if several routers share the port
@@ -103,7 +97,7 @@ class InferenceServicer:
     def share(self, weights: Mapping[str, float] | None) -> None:
         """Share the places between tenants by these weights from now on; None: admit in order of arrival."""
         self.services.admission.share(weights)
-        self._conversions.share(weights)
+        self.conversions.share(weights)
 
     def refusal(self, tenant: str) -> PagodaError | None:
         """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
@@ -324,48 +318,11 @@ class InferenceServicer:
     async def _score(self, _: object, call: ClientCall) -> bytes:
         return await self.readouts.score(call)
 
-    @contextlib.asynccontextmanager
-    async def _converting(self, call: ClientCall) -> AsyncIterator[tuple[Received, Reservation]]:
-        """Admit a call that no engine computes, and read its message."""
-        tenant = caller().tenant
-        with (
-            self._conversions.reserve(tenant) as reservation,
-            self.services.quotas.enter(tenant),
-            await self.services.messages.read(call) as message,
-        ):
-            yield message, reservation
-
     async def _tokenize(self, _: object, call: ClientCall) -> bytes:
-        async with self._converting(call) as (message, reservation):
-            models, messages = self.models, self.services.messages
-
-            def checked(raw: bytes) -> tuple[ServedModel, TokenizeParams]:
-                request = _TOKENIZE(raw, models.limits)
-                model = models.named(request.model)
-                return model, validate_tokenize(request, model.limits)
-
-            model, params = await message.parsed(checked)
-            await messages.check_end(call)
-            reservation.starts()
-            encode = model.tokenizer.encode_prompt
-            ids = await encode(params.prompt, params.add_special_tokens, is_large=message.is_large)
-            return await messages.run(lambda: _serialized(ids), 4 * len(ids))
+        return await self.conversions.tokenize(call, lambda tokenized: _serialized(tokenized.ids))
 
     async def _detokenize(self, _: object, call: ClientCall) -> inference_pb2.DetokenizeResponse:
-        async with self._converting(call) as (message, reservation):
-
-            def ids_of(raw: bytes) -> tuple[ServedModel, Sequence[int], bool]:
-                request = _DETOKENIZE(raw, self.models.limits)
-                model = self.models.named(request.model)
-                return model, validate_detokenize(request, model.limits), request.special_tokens
-
-            model, ids, keeps_special_tokens = await message.parsed(ids_of)
-            await self.services.messages.check_end(call)
-            reservation.starts()
-            text = await model.tokenizer.decode_ids(
-                ids, skip_special_tokens=not keeps_special_tokens, is_large=message.is_large
-            )
-            return inference_pb2.DetokenizeResponse(text=text)
+        return await self.conversions.detokenize(call)
 
 
 def _serialized(ids: Sequence[int]) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import json.scanner
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # the decoder in Python
 from typing import Any, NoReturn, TypeAlias
 
@@ -96,6 +97,17 @@ def shown(name: str) -> str:
     return ascii(name)[1:-1][:_MAX_SHOWN]
 
 
+@contextlib.contextmanager
+def translating() -> Iterator[None]:
+    """While a body becomes a message of the protocol: raise InvalidArgument for what no message can hold."""
+    try:
+        yield
+    except UnicodeEncodeError:  # the protocol's texts are UTF-8
+        raise InvalidArgument("body", "holds half of a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise InvalidArgument("body", "is nested too deep") from None
+
+
 class Fields:
     """The fields of a JSON object. Each is taken once; null is the same as no field."""
 
@@ -139,6 +151,13 @@ class Fields:
         value: list[Json] = self.take(name, list, "a list") or []
         check_count(len(value), self.name(name), most)
         return value
+
+    def texts(self, name: str, most: int) -> list[str]:
+        texts = self.entries(name, most)
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise InvalidArgument(self.name(f"{name}[{index}]"), "must be a string")
+        return texts
 
     def integers(self, name: str, most: int) -> list[int]:
         return integers_of(self.entries(name, most), self.name(name))

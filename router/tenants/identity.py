@@ -26,6 +26,7 @@ log = logging.getLogger("pagoda.router")
 
 TENANT_KEY = "x-pagoda-tenant"
 FAIRNESS_KEY = "x-llm-d-inference-fairness-id"  # by which the gateway llm-d names a tenant
+API_KEY = "x-api-key"  # in which clients of Anthropic's API send their token
 MAX_FILE_BYTES = 8 << 20
 MAX_QUOTA = 1 << 53  # beyond it, a float does not count one by one
 _SCHEME = "Bearer "
@@ -56,12 +57,17 @@ class Identities:
         Raises Unauthenticated, InvalidArgument for a tenant's name, PermissionDenied to name a tenant.
         """
         authorizations: list[str | bytes] = []
+        keys: list[str | bytes] = []
         names: dict[str, list[str | bytes]] = {}
         for key, value in metadata or ():
             if key == "authorization":
                 authorizations.append(value)
+            elif key == API_KEY:
+                keys.append(value)
             elif key in (TENANT_KEY, FAIRNESS_KEY):
                 names.setdefault(key, []).append(value)
+        if not authorizations:
+            authorizations = [f"{_SCHEME}{value}" if isinstance(value, str) else value for value in keys]
         own = ANYONE if self.tokens is None else self._owner(authorizations)
         if not names:
             return own

@@ -214,6 +214,28 @@ def reasoning() -> None:
     assert (reasoned, "".join(delta.content or "" for delta in deltas)) == (message.reasoning_content, message.content)
 
 
+def responses() -> None:
+    options = {"input": ASK_WEATHER, "max_output_tokens": 60, **GREEDY}
+    whole = client.responses.create(**options)
+    assert whole.output_text
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    events = list(client.responses.create(**options, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    final = events[-1].response
+    assert (text, final.output_text, final.status) == (whole.output_text, whole.output_text, whole.status)
+    weather = TOOLS[0]["function"]
+    tools = {"tools": [{"type": "function", "strict": True, **weather}], "parallel_tool_calls": False}
+    (call,) = client.responses.create(**options, **tools, tool_choice={"type": "function", "name": "weather"}).output
+    assert (call.type, call.name, [*json.loads(call.arguments)]) == ("function_call", "weather", ["city", "unit"])
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+    more = [*ASK_WEATHER, call.model_dump(exclude_none=True), result]
+    assert client.responses.create(**options | tools | {"input": more, "tool_choice": "none"}).output_text
+    person = client.responses.parse(input=ASK, text_format=Person, max_output_tokens=100, **GREEDY).output_parsed
+    assert isinstance(person, Person)
+    with client.responses.stream(input=ASK, text_format=Person, max_output_tokens=100, **GREEDY) as stream:
+        assert stream.get_final_response().output_parsed == person
+
+
 def embeddings() -> None:
     model = GREEDY["model"]
     texts = ["a text", "another one"]
@@ -262,7 +284,7 @@ def abort() -> None:
 if sys.argv[4] == "abort":
     abort()
 else:
-    programs = (formats, tool_calls, reasoning, embeddings, echo)
+    programs = (formats, tool_calls, reasoning, responses, embeddings, echo)
     checks = (models, chat, streamed_chat, completions, errors, overload)
     for check in programs if sys.argv[4] == "programs" else checks:
         check()

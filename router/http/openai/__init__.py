@@ -19,7 +19,7 @@ from ...request.inference import InferenceServicer
 from ...request.models import ServedModel, ServedModels
 from ...request.receiving import Parse
 from ..errors import HttpError
-from ..http_call import Answer, Endpoint, HttpCall, Serve
+from ..http_call import Answer, Api, Endpoint, HttpCall, Serve
 from .answers import answer_to
 from .embeddings import EmbeddingsApi
 from .prompts import Completion, complete
@@ -27,7 +27,7 @@ from .requests import Asked, own_name, translated
 from .resuming import LAST_EVENT_ID, ByLastEventId, EventId, ResumableAnswer
 
 
-class _Api:
+class _Api(Api):
     """One request of the OpenAI API, and what its answer is made by."""
 
     def __init__(self, models: ServedModels, is_chat: bool) -> None:

@@ -55,7 +55,7 @@ class _Shape:
             self.logprobs = defaultdict(make)
 
 
-class StreamedAnswer:
+class StreamedAnswer(Answer):
     """Server-sent events: one for each message with text, and those that begin and end a sequence."""
 
     media_type = "text/event-stream; charset=utf-8"
@@ -165,9 +165,7 @@ class _Choice:
         self.reason = "null"
 
 
-class _Whole:
-    media_type = "application/json"
-
+class _Whole(Answer):
     def __init__(self, asked: Asked, request_id: str, model: str) -> None:
         self._shape = _Shape(asked, request_id, model, "")
         self._is_chat = asked.is_chat

@@ -12,9 +12,9 @@ from pagoda.v1 import inference_pb2
 
 from ...errors import InvalidArgument
 from ...request.fields import Limits, check_count
-from ...request.json_body import Fields, Json, integers_of, json_object
+from ...request.json_body import Fields, Json, integers_of, json_object, translating
 from ...request.models import ServedModels
-from ..http_call import Answer, HttpCall
+from ..http_call import Answer, Api, HttpCall
 
 _POOLINGS = {
     "last": inference_pb2.POOLING_LAST,
@@ -25,10 +25,8 @@ _ENCODINGS = ("float", "base64")
 _OWN_NAMES = {"cache.salt": "cache_salt", "request": "body", "request_id": "x-request-id"}
 
 
-class EmbeddingsApi:
+class EmbeddingsApi(Api, Answer):
     """One request for embeddings, and its answer."""
-
-    media_type = "application/json"
 
     def __init__(self, models: ServedModels) -> None:
         self._models = models
@@ -40,10 +38,8 @@ class EmbeddingsApi:
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.EmbedRequest:
         given = Fields(json_object(raw, limits))
         request = inference_pb2.EmbedRequest(request_id=call.request_id)
-        try:
+        with translating():
             self._fill(request, given, limits)
-        except UnicodeEncodeError:  # the protocol's texts are UTF-8
-            raise InvalidArgument("body", "holds half of a surrogate pair, which is no character") from None
         given.none_left()
         self._model = self._models.named(request.model).name
         return request

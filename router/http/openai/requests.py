@@ -18,7 +18,7 @@ from ....settings.request import MAX_LOGPROBS
 from ....settings.sampling import PARAMETERS
 from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count
-from ...request.json_body import MAX_UINT32, Fields, Json, float_of, integers_of, json_object, shown
+from ...request.json_body import MAX_UINT32, Fields, Json, float_of, integers_of, json_object, shown, translating
 from ...request.structured_outputs import schema_text, structured_outputs
 from .chats import add_chat
 
@@ -78,7 +78,7 @@ def translated(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.Genera
     """Translate a body, and note in `asked` what the answer has to be like. Raises InvalidArgument, Unimplemented."""
     given = Fields(json_object(raw, limits))
     request = inference_pb2.GenerateRequest()
-    try:
+    with translating():
         _refuse_unsupported(given)
         asked.is_echo = given.flag("echo")
         if asked.is_chat:
@@ -91,10 +91,6 @@ def translated(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.Genera
         _generation(given, request, limits, asked)
         _guided(given, request, asked)
         request.resumable = asked.is_resumable = _is_resumable(given, asked)
-    except UnicodeEncodeError:  # the protocol's texts are UTF-8
-        raise InvalidArgument("body", "holds half of a surrogate pair, which is no character") from None
-    except RecursionError:
-        raise InvalidArgument("body", "is nested too deep") from None
     given.none_left()
     return request
 
@@ -131,7 +127,7 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
     for id, bias in _logit_bias(given, limits).items():
         sampling.logit_bias[id] = bias
     sampling.allowed_token_ids.extend(given.integers("allowed_token_ids", limits.vocab_size))
-    sampling.bad_words.extend(_texts(given, "bad_words", limits.max_bad_words))
+    sampling.bad_words.extend(given.texts("bad_words", limits.max_bad_words))
     max_tokens = _max_tokens(given, asked)
     if max_tokens == 0 and asked.is_echo:  # how evaluations ask for a prompt's log-probabilities
         asked.drops_output, max_tokens = True, 1
@@ -257,15 +253,7 @@ def _logit_bias(given: Fields, limits: Limits) -> dict[int, float]:
 
 def _stop(given: Fields, limits: Limits) -> list[str]:
     stop = given.take("stop", (str, list), "a string or a list of strings")
-    return [stop] if isinstance(stop, str) else _texts(given, "stop", limits.max_stop)
-
-
-def _texts(given: Fields, name: str, most: int) -> list[str]:
-    texts = given.entries(name, most)
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InvalidArgument(f"{name}[{index}]", "must be a string")
-    return texts
+    return [stop] if isinstance(stop, str) else given.texts("stop", limits.max_stop)
 
 
 def _prompts(given: Fields, limits: Limits) -> list[Prompt]:

@@ -1,13 +1,17 @@
-"""A body of the OpenAI API, taken as that of a chat and as that of a completion."""
+"""A body of HTTP, taken as that of a chat, of a completion, of a response and of a message."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from pagoda_server.router.errors import InvalidArgument, PagodaError, Unimplemented
+from pagoda_server.router.http.anthropic import requests as anthropic
 from pagoda_server.router.http.openai.requests import Asked, own_name, translated
+from pagoda_server.router.http.responses import requests as responses
 from pagoda_server.router.request import json_body
 from pagoda_server.router.request.json_body import json_object
 from pagoda_server.router.request.validation import check_prompt, to_submit, validate_generate
@@ -19,8 +23,8 @@ PATHS = ("sampling.", "stopping.", "output.", "chat.", "cache.", "token_ids.")  
 
 def check(data: bytes) -> bool:
     _check_decoders(data)
-    is_chat, is_completion = _is_taken(data, True), _is_taken(data, False)
-    return is_chat or is_completion
+    taken = [_is_taken(data, True), _is_taken(data, False), *(_is_translated(data, *api) for api in NEWER_APIS)]
+    return any(taken)
 
 
 def _check_decoders(data: bytes) -> None:
@@ -49,12 +53,29 @@ def _is_taken(data: bytes, is_chat: bool) -> bool:
         to_submit(params, ids, check_prompt(params, len(ids), LIMITS), EOS_IDS, 1.5)
     except PagodaError as error:
         check_line(error)
-        _check_name(error, asked)
+        _check_name(error, partial(own_name, asked=asked))
         return False
     assert (asked.n, asked.logprobs) == (params.n, params.logprobs), "the answer would have another shape"
     return True
 
 
-def _check_name(error: PagodaError, asked: Asked) -> None:
+def _is_translated(data: bytes, translate: Callable[[bytes], Any], named: Callable[[str], str]) -> bool:
+    try:
+        params = validate_generate(translate(data), LIMITS)
+        to_submit(params, (1, 2, 3), check_prompt(params, 3, LIMITS), EOS_IDS, 1.5)
+    except PagodaError as error:
+        check_line(error)
+        _check_name(error, named)
+        return False
+    return True
+
+
+def _check_name(error: PagodaError, named: Callable[[str], str]) -> None:
     if isinstance(error, InvalidArgument | Unimplemented):
-        assert not own_name(error.field, asked).startswith(PATHS), error.field
+        assert not named(error.field).startswith(PATHS), error.field
+
+
+NEWER_APIS: tuple[tuple[Callable[[bytes], Any], Callable[[str], str]], ...] = (
+    (lambda data: responses.generate_request(data, LIMITS, responses.Asked()), responses.own_name),
+    (lambda data: anthropic.generate_request(data, LIMITS)[0], anthropic.own_name),
+)

@@ -338,7 +338,7 @@ def test_a_flood_of_requests_on_one_connection_is_answered_in_turn() -> None:
         async def attack() -> None:
             found.append(await asyncio.to_thread(exchanged, port, REQUEST * 20_000))
 
-        assert await longest_gap_s(attack()) < 0.2
+        assert await longest_gap_s(attack()) < 0.5
         assert found[0].count(b"HTTP/1.1 200") == len(app.paths) == 20_000
 
     run(app, client, stall_s=60.0)

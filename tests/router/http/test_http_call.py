@@ -13,7 +13,7 @@ import uvloop
 
 from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
 from pagoda_server.router.http.guards import Guard
-from pagoda_server.router.http.http_call import Endpoint
+from pagoda_server.router.http.http_call import Api, Endpoint
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.request.receiving import Messages
 from pagoda_server.router.tenants.identity import Identities
@@ -25,11 +25,11 @@ class Prompt:
     """Stands for a megabyte."""
 
 
-class Api:
+class Refusing(Api):
     def __init__(self, prompts: list[weakref.ref[Prompt]]) -> None:
         self._prompts = prompts
 
-    def request(self, raw: bytes, limits: Any, request_id: str) -> Any:
+    def request(self, raw: bytes, limits: Any, call: Any) -> Any:
         prompt = Prompt()
         self._prompts.append(weakref.ref(prompt))
         raise InvalidArgument("prompt", "is too long")
@@ -74,7 +74,7 @@ def test_a_refused_request_leaves_nothing_to_the_garbage_collector(size: int) ->
 
     async def main() -> None:
         inference = Inference()
-        endpoint = Endpoint(inference, "Generate", inference.generate, lambda: Api(prompts), 1 << 20)  # type: ignore[arg-type]
+        endpoint = Endpoint(inference, "Generate", inference.generate, lambda: Refusing(prompts), 1 << 20)  # type: ignore[arg-type]
         guard = Guard(endpoint, Identities(), [], checks_host=True, allowed_hosts=[], allowed_origins=[])
         port = HttpPort("127.0.0.1:0", guard, shares_port=False, tls=None, stall_s=10)
         running = asyncio.create_task(port.run())
