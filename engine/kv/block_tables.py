@@ -45,8 +45,8 @@ class BlockTables:
 
     def fetch(self, seq: Sequence) -> bool:
         """Say whether a new sequence should wait, because blocks of its prompt are being read from a file."""
-        stored = self._host.stored
-        return stored is not None and stored.fetch(seq, self.prefixes.match(seq))
+        arrivals = self._host.arrivals
+        return arrivals is not None and arrivals.fetch(seq, self.prefixes.match(seq))
 
     def start(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         """Give a waiting sequence blocks for `length` tokens; return its prefix, or None if blocks are too few."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from ..core.sequence import Sequence, State
 from ..core.step import Chunk, StepPlan
 from ..timing.cost_model import CostModel
+from .arrivals import Arrivals
 from .block_store import BlockStore
 from .blocks import BlockPool
 from .host_cache import HostCache
@@ -94,15 +95,19 @@ class HostBlocks:
         self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
         self._cache = HostCache(pool, self._free, costs) if caches and num_blocks else None
         self.stored: StoredBlocks | None = None
+        self.arrivals: Arrivals | None = None
         if store is not None and self._cache is not None:
-            self.stored = StoredBlocks(store, self._cache, pool, costs, num_blocks, clock)
+            self.stored = StoredBlocks(store, self._cache, pool, costs, num_blocks)
+            self.arrivals = Arrivals(store, self.stored, self._cache, pool, costs, num_blocks, clock)
 
     def load(self) -> HostLoad:
         cached, hits = (len(self._cache), self._cache.hit_tokens) if self._cache is not None else (0, 0)
         load = HostLoad(self.num_blocks, len(self._held), self._saved_tokens, self._loaded_tokens, cached, hits)
-        if (stored := self.stored) is None:
-            return load
-        return replace(load, stored_blocks=len(stored), read_tokens=stored.read_tokens, failed_blocks=stored.num_failed)
+        if self.stored is not None:
+            load = replace(load, stored_blocks=len(self.stored))
+        if (arrivals := self.arrivals) is not None:
+            load = replace(load, read_tokens=arrivals.read_tokens, failed_blocks=arrivals.num_failed)
+        return load
 
     # -- a sequence is preempted, starts, computes and ends -----------------------------------------------------------
 
@@ -223,11 +228,13 @@ class HostBlocks:
             self._cache.flush()
         if self.stored is not None:
             self.stored.flush()
+        if self.arrivals is not None:
+            self.arrivals.flush()
 
     def ended(self, seq: Sequence) -> None:
         self._loads.pop(seq.id, None)
-        if self.stored is not None:
-            self.stored.ended(seq)
+        if self.arrivals is not None:
+            self.arrivals.ended(seq)
         if self._cache is not None:
             self._cache.released(seq)
         if kept := self._kept.get(seq.id):
@@ -306,8 +313,8 @@ class HostBlocks:
         free = set(self._free)
         assert len(free) == len(self._free), "a host block is free twice"
         cached = self._cache.hosts() if self._cache is not None else set()
-        if self.stored is not None:
-            moved = self.stored.hosts()
+        for moving in (self.stored, self.arrivals):
+            moved = moving.hosts() if moving is not None else set()
             assert moved.isdisjoint(cached), "a host block is cached, and read or written"
             cached |= moved
         assert free.isdisjoint(self._held.keys() | cached), "a host block that is in use is free"

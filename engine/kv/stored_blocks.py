@@ -3,17 +3,12 @@
 A block goes to the file once a second request has found it, so that prompts that come once are neither written nor
 displace others. The next plans save such blocks to host blocks, half a millisecond of copies a step, and an engine
 with nothing to compute saves them at once. The store's thread (block_store.py) writes them from there.
-
-A sequence that arrives may find blocks in the file behind those in memory. It then waits while the thread reads them
-into host blocks, and starts like any other: what was read is cached in host memory (host_cache.py). It waits no longer
-than about the time that computing would take. Blocks that are damaged or gone are computed.
+A sequence that comes later waits until they have been read (arrivals.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 
 from ..core.sequence import Sequence
@@ -23,72 +18,29 @@ from .block_file import StoredBlock
 from .block_store import BlockStore
 from .blocks import BlockPool
 from .host_cache import HostCache
-from .prefix_cache import Prefix
 
 log = logging.getLogger("pagoda.engine")
 
 _COPY_BUDGET_S = 0.0005  # of a step, for copies of blocks that are to be written
 _FIRST_COPIES, _MOST_COPIES = 8, 64  # blocks a step: before copies have been timed, and at most
 _WRITING_PART = 8  # at most this part of host memory holds blocks that are to be written
-_READING_PART = 2  # and this part those that are being read
-_LEAST_WAIT_S, _MOST_WAIT_S = 0.5, 2.0
-_READ_WEIGHT = 0.2  # of the last read, in the mean time of a block's
-_READ_AGEING = 0.98  # applied each time that mean speaks against a read, so that one slow read does not count for ever
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A sequence for which these addresses are being read. It starts without them at `until`."""
-
-    seq: Sequence
-    addresses: set[bytes]
-    until: float
 
 
 class StoredBlocks:
-    """
+    """Decides which blocks go to the file, and has them written.
+
     num_hosts  blocks of host memory
-    clock      seconds, monotonic
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        cache: HostCache,
-        pool: BlockPool,
-        costs: CostModel,
-        num_hosts: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self.read_tokens = 0
-        self.num_failed = 0  # blocks that could not be read or written
-        self._store, self._cache, self._pool, self._costs, self._clock = store, cache, pool, costs, clock
+    def __init__(self, store: BlockStore, cache: HostCache, pool: BlockPool, costs: CostModel, num_hosts: int) -> None:
+        self._store, self._cache, self._pool, self._costs = store, cache, pool, costs
         self._most_written = max(1, num_hosts // _WRITING_PART)
-        self._most_read = max(1, num_hosts // _READING_PART)
         self._wanted: dict[bytes, StoredBlock] = {}  # blocks that should be written
         self._saving: dict[int, StoredBlock | None] = {}  # by host block, in plans; None: no longer wanted
         self._writing: set[int] = set()  # host blocks
-        self._reading: dict[int, bytes | None] = {}  # by host block; None: no longer wanted
-        self._readers: dict[bytes, int] = {}  # by address: the host block that it is read into
-        self._waiting: dict[int, _Waiting] = {}  # by sequence
-        self._read_s: float | None = None  # mean, for a block; None before the first
 
     def __len__(self) -> int:
         return len(self._store)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def next_wait_end(self) -> float:
-        """Until then, no sequence has waited too long; math.inf if none waits."""
-        return min((each.until for each in self._waiting.values()), default=float("inf"))
-
-    def waiting(self) -> list[Sequence]:
-        return [each.seq for each in self._waiting.values()]
-
-    # -- to the file --------------------------------------------------------------------------------------------------
 
     def found(self, seq: Sequence, num_blocks: int) -> None:
         """Note that a new request has found its leading blocks in the cache."""
@@ -163,111 +115,18 @@ class StoredBlocks:
             self._cache.give_back(host)
         return block
 
-    # -- from the file ------------------------------------------------------------------------------------------------
-
-    def fetch(self, seq: Sequence, prefix: Prefix) -> bool:
-        """Start to read what the file holds behind a new sequence's prefix; return whether it should wait for that."""
-        if prefix.sibling is not None:
-            return False
-        size, first = self._pool.block_size, len(prefix.blocks)
-        missing, addresses, num_loads, end = list[bytes](), set[bytes](), 0, first
-        hashes = seq.blocks.hashes[: seq.cacheable_len // size]
-        for address in hashes[first:]:
-            if not self._pool.match([address]):
-                if address in self._readers:
-                    addresses.add(address)
-                elif self._cache.holds(address):
-                    self._cache.touch(address)
-                elif self._store.holds(address) and len(self._reading) + len(missing) < self._most_read:
-                    missing.append(address)
-                else:
-                    break
-                num_loads += 1
-            end += 1
-        if end < len(hashes):
-            self._store.refresh()  # another engine may have written the rest; the next sequence will find it
-        if not (missing or addresses) or not self._is_worth(len(missing), num_loads, prefix.num_tokens, end * size):
-            return False
-        addresses.update(self._read(missing))
-        if not addresses:
-            return False
-        now, computed_s = self._clock(), self._costs.chunk_s(prefix.num_tokens, end * size)
-        until = min(now + min(max(computed_s, _LEAST_WAIT_S), _MOST_WAIT_S), seq.request.deadline - 2 * computed_s)
-        if until <= now:
-            return False  # if the disk hangs, it could not be computed in time any more
-        self._waiting[seq.id] = _Waiting(seq, addresses, until)
-        return True
-
-    def _is_worth(self, num_reads: int, num_loads: int, start: int, end: int) -> bool:
-        """Say whether to read and load blocks rather than compute tokens `start` to `end`."""
-        if end <= start or not self._costs.is_worth_loading(num_loads, start, end):
-            return False
-        computed_s = self._costs.chunk_s(start, end)
-        if self._read_s is None or not computed_s or num_reads * self._read_s <= computed_s:
-            return True
-        self._read_s *= _READ_AGEING
-        return False
-
-    def _read(self, addresses: list[bytes]) -> list[bytes]:
-        """Start to read these, or as many as there are host blocks for; return which."""
-        wanted: list[tuple[bytes, int]] = []
-        for address in addresses:
-            if (host := self._cache.take()) is None:
-                break
-            wanted.append((address, host))
-            self._reading[host], self._readers[address] = address, host
-        if wanted:
-            self._store.read(wanted)
-        return [address for address, _ in wanted]
-
-    def arrived(self) -> list[Sequence]:
-        """Take in what the store's thread has done; return the sequences that need not wait any longer."""
-        for done in self._store.take_done():
-            self.num_failed += not done.is_ok
-            if done.host in self._writing:
-                self._writing.remove(done.host)
-                self._cache.give_back(done.host)
-            else:
-                self._has_read(done.host, done.is_ok, done.seconds)
-        if not self._waiting:
-            return []
-        now = self._clock()
-        ready = [each.seq for each in self._waiting.values() if not each.addresses or each.until <= now]
-        for seq in ready:
-            del self._waiting[seq.id]
-        return ready
-
-    def _has_read(self, host: int, is_ok: bool, seconds: float) -> None:
-        known = seconds if self._read_s is None else self._read_s
-        self._read_s = known + _READ_WEIGHT * (seconds - known)
-        address = self._reading.pop(host)
-        if address is not None:
-            del self._readers[address]
-            for each in self._waiting.values():
-                each.addresses.discard(address)
-        if address is not None and is_ok and self._cache.put(address, host):
-            self.read_tokens += self._pool.block_size
-        else:
-            self._cache.give_back(host)
-
-    def ended(self, seq: Sequence) -> None:
-        self._waiting.pop(seq.id, None)
+    def has_written(self, host: int) -> None:
+        """Give back a host block whose content has been written, or could not be."""
+        self._writing.remove(host)
+        self._cache.give_back(host)
 
     def flush(self) -> None:
-        """Forget all blocks, in the file too. Sequences that wait for some start without them."""
+        """Forget all blocks, in the file too."""
         self._wanted.clear()
         self._saving = dict.fromkeys(self._saving)
-        self._reading = dict.fromkeys(self._reading)
-        self._readers.clear()
-        for each in self._waiting.values():
-            each.addresses.clear()
         self._store.clear()
 
     def hosts(self) -> set[int]:
         """Host blocks in use here. Raises AssertionError unless they are accounted for."""
-        in_use = {*self._saving, *self._writing, *self._reading}
-        assert len(in_use) == len(self._saving) + len(self._writing) + len(self._reading), "a host block is used twice"
-        assert self._readers == {address: host for host, address in self._reading.items() if address is not None}
-        for each in self._waiting.values():
-            assert each.addresses <= self._readers.keys(), "a sequence waits for what is not being read"
-        return in_use
+        assert self._writing.isdisjoint(self._saving), "a host block is used twice"
+        return {*self._saving, *self._writing}

@@ -162,13 +162,13 @@ class Scheduler:
     @property
     def next_deadline(self) -> float:
         """Until then no sequence has to leave because of its deadline, or to start without blocks of a file."""
-        stored = self.host.stored
-        return self._deadlines.next if stored is None else min(self._deadlines.next, stored.next_wait_end)
+        arrivals = self.host.arrivals
+        return self._deadlines.next if arrivals is None else min(self._deadlines.next, arrivals.next_wait_end)
 
     @property
     def num_waiting(self) -> int:
         """Waiting sequences, with those that wait for a sibling to compute their prompt, or for blocks of a file."""
-        num_fetching = self.host.stored.num_waiting if self.host.stored is not None else 0
+        num_fetching = self.host.arrivals.num_waiting if self.host.arrivals is not None else 0
         return len(self.waiting) + self._tables.prompts.num_parked + num_fetching
 
     @property
@@ -194,8 +194,8 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step. Every plan that is not empty must be committed, in the order in which it was made."""
         self._expire()
-        if self.host.stored is not None:
-            for seq in self.host.stored.arrived():
+        if self.host.arrivals is not None:
+            for seq in self.host.arrivals.arrived():
                 self.waiting.add(seq)
         self._make_room()
         is_idle = not self.running
@@ -604,8 +604,8 @@ class Scheduler:
         assert all(seq.state is State.RUNNING for seq in self.running)
         assert all(seq.state is State.WAITING and not seq.blocks for seq in self.waiting)
         parked = list(self._tables.prompts.parked())
-        if self.host.stored is not None:
-            parked += self.host.stored.waiting()
+        if self.host.arrivals is not None:
+            parked += self.host.arrivals.waiting()
         assert all(seq.state is State.WAITING and not seq.blocks for seq in parked)
         assert {seq.id for seq in [*self.running, *self.waiting, *parked]} == self._live.keys()
         assert self._prefill_plan.keys() | self._protected_len.keys() <= self._live.keys()

@@ -140,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.num_tokens <= 11
             assert len(plan.chunks) <= 6
             scheduler = self.engine.scheduler
-            num_fetching = scheduler.host.stored.num_waiting if scheduler.host.stored else 0
+            num_fetching = scheduler.host.arrivals.num_waiting if scheduler.host.arrivals else 0
             assert plan.chunks or was_busy or not (scheduler.running or scheduler.num_waiting - num_fetching), (
                 "sequences wait, and the engine is idle"
             )
@@ -351,7 +351,7 @@ class Stored(HostCache):
     def teardown(self):
         self.engine.jobs_a_step = 100
         super().teardown()
-        assert not self.engine.scheduler.host.stored.hosts()
+        assert not self.engine.scheduler.host.stored.hosts() | self.engine.scheduler.host.arrivals.hosts()
         self.engine.store._file.close()
         self.folder.cleanup()
 
