@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from .sequence import EndReason, Sequence, State
 
@@ -147,12 +148,24 @@ class Ended:
     field: str = ""
 
 
+class CachedBlock(NamedTuple):
+    """A full block of the prefix cache.
+
+    parent  the hash of the block before it; None: it is a prompt's first
+    tokens  as many as a block has
+    """
+
+    parent: int | None
+    tokens: Tokens[int]
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What happened since the last one: sequence ids and their new tokens as parallel lists, moves and ends.
 
     readings  sequence id and what was read from its prompt; `hidden` is the whole vector here
     cached    stride keys, with whether the prefix cache holds them now; empty while no router follows it
+    blocks    the same of blocks, by hash (engine/kv/cached_blocks.py); None: it is no longer cached
     """
 
     sequences: list[int] = field(default_factory=list)
@@ -162,6 +175,7 @@ class StepOutput:
     ended: list[Ended] = field(default_factory=list)
     readings: list[tuple[int, Reading]] = field(default_factory=list)
     cached: dict[int, bool] = field(default_factory=dict)
+    blocks: dict[int, CachedBlock | None] = field(default_factory=dict)
 
     def add(self, id: int, token: int, logprobs: TokenLogprobs | None) -> None:
         self.sequences.append(id)
@@ -171,7 +185,7 @@ class StepOutput:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send to a router."""
-        return not self.tokens and not self.ended and not self.readings and not self.cached
+        return not self.tokens and not self.ended and not self.readings and not self.cached and not self.blocks
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class BlockPool:
         self._most_ahead = num_blocks // 32 if self._free.stretch > 1 else 0
         self._evictable = EvictionOrder(num_blocks)
         self._evicted: dict[int, bytes] | None = None  # see remember_evicted
-        self.on_forget: Callable[[bytes], None] | None = None  # called with an address that finds nothing any more
+        self.on_forget: list[Callable[[bytes], None]] = []  # called with an address that finds nothing any more
         self.num_pledged = 0  # blocks that are not referenced, but may only be drawn: see windows.py
 
     def remember_evicted(self) -> dict[int, bytes]:
@@ -185,9 +185,9 @@ class BlockPool:
         self._evictable.clear()
         for block in self._block_of.values():
             self._hash_of[block] = None
-        if self.on_forget is not None:
+        for forget in self.on_forget:
             for block_hash in self._block_of:
-                self.on_forget(block_hash)
+                forget(block_hash)
         self._block_of.clear()
         return flushed
 
@@ -207,8 +207,8 @@ class BlockPool:
         self._free.add((block,))
         if self._evicted is not None:
             self._evicted[block] = block_hash
-        if self.on_forget is not None:
-            self.on_forget(block_hash)
+        for forget in self.on_forget:
+            forget(block_hash)
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless free + evictable + referenced == total and references are the tables' own."""

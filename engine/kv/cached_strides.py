@@ -18,7 +18,7 @@ class CachedStrides:
         self._keys_of: dict[bytes, list[int]] = {}  # by a block's address: of the strides that end in it
         self._holders: dict[int, int] = {}  # key → blocks that stand for it: several only where blocks end beyond it
         self._changes: dict[int, bool] = {}  # key → whether it is cached now
-        pool.on_forget = self._forget
+        pool.on_forget.append(self._forget)
 
     def published(self, seq: Sequence, num_full: int) -> None:
         """Note that a sequence's leading full blocks, which are hashed, can be found."""

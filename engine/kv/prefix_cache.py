@@ -7,7 +7,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from ..core.sequence import Sequence, WindowTable
+from ..core.step import CachedBlock
 from .blocks import BlockPool, chain_hash, chain_hashes
+from .cached_blocks import CachedBlocks
 from .cached_strides import CachedStrides
 from .windows import Windows
 
@@ -66,6 +68,7 @@ class PrefixCache:
         self._enabled = enabled
         self._windows = windows
         self._strides: CachedStrides | None = None
+        self._blocks: CachedBlocks | None = None
         self._heads = BlockHeads(pool) if pool.block_size >= LEAST_BLOCK_SIZE and not windows else None
 
     def match(self, seq: Sequence) -> Prefix:
@@ -121,15 +124,20 @@ class PrefixCache:
         table.num_published = full
         if self._strides is not None:
             self._strides.published(seq, full)
+        if self._blocks is not None:
+            self._blocks.published(seq, full)
 
-    def watch(self) -> None:
-        """Note from now on what is cached and what is no longer."""
-        if self._enabled and self._strides is None:
+    def watch(self, *, blocks: bool = False) -> None:
+        """Note from now on what is cached and what is no longer, by stride or block by block."""
+        if self._enabled and blocks and self._blocks is None:
+            self._blocks = CachedBlocks(self._pool)
+        elif self._enabled and not blocks and self._strides is None:
             self._strides = CachedStrides(self._pool)
 
-    def take_changes(self) -> dict[int, bool]:
-        """Return what has changed since the last call: stride keys, with whether they are cached now."""
-        return self._strides.take_changes() if self._strides is not None else {}
+    def take_changes(self) -> tuple[dict[int, bool], dict[int, CachedBlock | None]]:
+        """Return what has changed since the last call, see StepOutput: stride keys, and blocks."""
+        strides = self._strides.take_changes() if self._strides is not None else {}
+        return strides, self._blocks.take_changes() if self._blocks is not None else {}
 
     def publish_begun(self, seq: Sequence) -> None:
         """Let sequences that continue this one, which is about to end, find the block that it has begun."""

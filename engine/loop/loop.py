@@ -64,7 +64,9 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class WatchCache:
-    """From now on each step's output says what the prefix cache holds and no longer holds."""
+    """From now on each step's output says what the prefix cache holds and no longer holds, by stride or by block."""
+
+    blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +204,8 @@ class EngineLoop(threading.Thread):
                 reply_ping()
             case Wake():
                 self._has_stored = True  # the next plan takes it in
-            case WatchCache():
-                self._scheduler.watch_cache()
+            case WatchCache(blocks):
+                self._scheduler.watch_cache(blocks=blocks)
             case Stop():
                 self._stopping = True
 

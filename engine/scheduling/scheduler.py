@@ -150,9 +150,9 @@ class Scheduler:
         self.host.flush()
         return self.pool.flush()
 
-    def watch_cache(self) -> None:
+    def watch_cache(self, *, blocks: bool = False) -> None:
         """Report in each output, from now on, what the prefix cache holds and no longer holds."""
-        self._tables.prefixes.watch()
+        self._tables.prefixes.watch(blocks=blocks)
 
     @property
     def num_uncomputed(self) -> int:
@@ -257,7 +257,7 @@ class Scheduler:
     def take_output(self) -> StepOutput:
         """Return what has happened since the last call."""
         output, self._output = self._output, StepOutput()
-        output.cached = self._tables.prefixes.take_changes()
+        output.cached, output.blocks = self._tables.prefixes.take_changes()
         return output
 
     # -- the parts of a step ----------------------------------------------------------------------------------------

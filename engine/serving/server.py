@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2
@@ -25,7 +25,7 @@ from ..core.step import Ended, StepOutput
 from ..loop import loop as engine_loop
 from ..loop.step_trace import TraceSnapshot
 from ..scheduling.tenants import TenantTable
-from .cache_feed import CacheFeed, Follower
+from .cache_feed import BlockFeed, Feed, Follower, StrideFeed
 from .codec import (
     InvalidMessage,
     PendingOutput,
@@ -76,7 +76,7 @@ class Connection:
         self.is_writing = False
         self.takes_goodbye = False  # the router has announced that it knows it
         self.owes_goodbye = False
-        self.cache: Follower | None = None  # if it follows the prefix cache
+        self.followers: dict[Feed[Any], Follower] = {}  # of the prefix cache
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
@@ -149,7 +149,7 @@ class EngineServer:
         self._routes: dict[int, tuple[Connection, int]] = {}  # our sequence id → router, its number
         self._connections: set[Connection] = set()
         self._load: engine_loop.LoadSnapshot | None = None  # as of the last step
-        self._feed = CacheFeed()
+        self._strides, self._blocks = StrideFeed(), BlockFeed()
         self._make_grammars = make_grammars
         self._grammars: Grammars | None = None
         self._making = threading.Lock()  # one of them
@@ -191,7 +191,8 @@ class EngineServer:
                 del connection.ids[number]
                 connection.pending.ended.append((number, ended))
         self._load = load
-        self._feed.add(output.cached)
+        self._strides.add(output.cached)
+        self._blocks.add(output.blocks)
         for connection in self._connections:
             connection.report(load)
 
@@ -244,7 +245,9 @@ class EngineServer:
                     self._note_ping(connection, message.ping)
                     self._put(engine_loop.Ping(lambda: self._reply_ping(connection)))
                 case "follow_cache":
-                    self._follow_cache(connection)
+                    self._follow(connection, self._strides)
+                case "follow_blocks":
+                    self._follow(connection, self._blocks)
                 case _:
                     raise InvalidMessage("it sent a message without content")
             await asyncio.sleep(0)  # a router that sends without a pause shares the event loop with others
@@ -416,12 +419,12 @@ class EngineServer:
 
         self._soon(reply)
 
-    def _follow_cache(self, connection: Connection) -> None:
-        if connection.cache is not None:
-            connection.cache.restart()
+    def _follow(self, connection: Connection, feed: Feed[Any]) -> None:
+        if (follower := connection.followers.get(feed)) is not None:
+            follower.restart()
             return
-        connection.cache = self._feed.follow(connection.wake.set)
-        self._put(engine_loop.WatchCache())
+        connection.followers[feed] = feed.follow(connection.wake.set)
+        self._put(engine_loop.WatchCache(blocks=feed is self._blocks))
 
     def _take_trace(self, connection: Connection, take: engine_pb2.TakeTrace) -> None:
         def reply(snapshot: TraceSnapshot) -> None:
@@ -444,7 +447,7 @@ class EngineServer:
             finally:
                 connection.is_writing = False
 
-        await write(connection.message(hello=self._info, answers_pings=True, follows_cache=True))
+        await write(connection.message(hello=self._info, answers_pings=True, follows_cache=True, follows_blocks=True))
         connection.link = link
         while True:
             await connection.wake.wait()
@@ -460,10 +463,10 @@ class EngineServer:
             while connection.flushed:
                 freed_blocks = connection.flushed.pop(0)
                 await write(connection.message(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks)))
-            if connection.cache is not None and (news := connection.cache.take()) is not None:
-                is_delta = isinstance(news, engine_pb2.CacheDelta)
-                await write(connection.message(**{"cache_delta" if is_delta else "cache_snapshot": news}))
-                connection.wake.set()
+            for follower in list(connection.followers.values()):
+                if (news := follower.take()) is not None:
+                    await write(connection.message(**news))
+                    connection.wake.set()
             if connection.traces:  # one part at a time: tokens do not wait for a whole trace
                 if (part := next(connection.traces[0], None)) is None:
                     del connection.traces[0]
@@ -474,8 +477,8 @@ class EngineServer:
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
         connection.close()
-        if connection.cache is not None:
-            self._feed.leave(connection.cache)
+        for follower in connection.followers.values():
+            follower.leave()
         self._abort(list(connection.ids.values()))
         for id in connection.ids.values():
             del self._routes[id]

@@ -17,12 +17,15 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 
 from ... import installed_version
 from ...settings.request import MAX_CHOICES
+from ..engines.block_events import BlockEvents
 from ..errors import InvalidArgument, NotFound, Unimplemented
 from ..request.client_call import Context
 from ..request.fields import Limits, check_count, check_integer
 from ..request.inference import InferenceServicer
+from ..request.models import ServedModel
 from ..request.output import ClientWriter
 from ..request.receiving import from_protobuf
+from .kv_events import batches, cleared
 from .protocols import smg_common_pb2
 from .protocols import vllm_engine_pb2 as vllm
 from .translation import REASONS, Translation
@@ -30,6 +33,7 @@ from .translation import REASONS, Translation
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MAX_ABORTS = 64  # ids in one call of Abort
 CHUNK_BYTES = 64 << 10
+MAX_NUMBER = 1 << 62  # of a batch that a subscriber knows: those after it must fit, too
 _NUMBERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json", "generation_config.json",
@@ -56,7 +60,8 @@ class VllmEngine:
 
     control, admin  which answer for all routers that share the port
     state           the server's
-    folder          the model's, with the tokenizer's files
+    model           the first one of those that are served, which every request means
+    block_events    what its engines have cached
     """
 
     service = SERVICE
@@ -69,14 +74,16 @@ class VllmEngine:
         control: control_pb2_grpc.ControlServicer,
         admin: admin_pb2_grpc.AdminServicer,
         state: Callable[[], control_pb2.ServerState],
-        folder: Path,
+        model: ServedModel,
+        block_events: BlockEvents,
         stall_timeout_s: float,
     ) -> None:
         self._inference = inference
         self._control = control
         self._admin = admin
         self._state = state
-        self._folder = folder
+        self._model = model
+        self._block_events = block_events
         self._stall_timeout_s = stall_timeout_s
         self._archive: asyncio.Task[tuple[bytes, str]] | None = None
 
@@ -101,6 +108,11 @@ class VllmEngine:
                 self._tokenizer,
                 smg_common_pb2.GetTokenizerRequest.FromString,
                 smg_common_pb2.GetTokenizerChunk.SerializeToString,
+            ),
+            "SubscribeKvEvents": grpc.unary_stream_rpc_method_handler(
+                self._kv_events,
+                smg_common_pb2.SubscribeKvEventsRequest.FromString,
+                smg_common_pb2.KvEventBatch.SerializeToString,
             ),
         }
 
@@ -171,7 +183,7 @@ class VllmEngine:
 
     async def _tokenizer(self, request: smg_common_pb2.GetTokenizerRequest, context: Context) -> None:
         if self._archive is None:
-            self._archive = asyncio.create_task(asyncio.to_thread(_archive_of, self._folder))
+            self._archive = asyncio.create_task(asyncio.to_thread(_archive_of, self._model.folder))
         archive, sha256 = await asyncio.shield(self._archive)  # a caller that goes must not take it from the others
         last = max(0, len(archive) - 1) // CHUNK_BYTES * CHUNK_BYTES
         async with ClientWriter(context, self._stall_timeout_s) as writer:
@@ -180,6 +192,20 @@ class VllmEngine:
                 if index == last:
                     chunk.sha256 = sha256
                 await writer.write(chunk)  # type: ignore[arg-type]  # a call takes its own method's messages
+
+    async def _kv_events(self, request: smg_common_pb2.SubscribeKvEventsRequest, context: Context) -> None:
+        check_integer(request.start_sequence_number, "start_sequence_number", 0, MAX_NUMBER)
+        with self._block_events.subscribe(self._model.name) as subscription:
+            number = request.start_sequence_number + 1
+            async with ClientWriter(context, self._stall_timeout_s) as writer:
+                await writer.write(cleared(number))  # type: ignore[arg-type]  # a call takes its own method's messages
+                for channel in self._model.engines.channels:
+                    channel.tell_blocks()
+                while True:
+                    change = await subscription.next()
+                    for batch in batches(change, number + 1):
+                        number = batch.sequence_number
+                        await writer.write(batch)  # type: ignore[arg-type]
 
 
 class _Generation(Translation):

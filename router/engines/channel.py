@@ -17,6 +17,7 @@ from pagoda.v1 import control_pb2
 
 from ...runtime.channel_trust import ChannelTrust
 from ..errors import EngineLost, Unavailable
+from .block_events import BlockEvents
 from .cached_keys import CachedBits, CachedKeys
 from .checking import Checks
 from .choosing import Asked
@@ -62,6 +63,7 @@ class EngineChannel:
     wakeups         wakes the streams of this and other channels; None: of this one alone
     trust           what guards the channel at HOST:PORT; None: nothing
     cached_bits     what all engines have cached; None: nothing is compared with this one
+    block_events    takes the blocks that the engine has cached, once it is asked for them; None: nobody asks
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class EngineChannel:
         wakeups: Wakeups | None = None,
         trust: ChannelTrust | None = None,
         cached_bits: CachedBits | None = None,
+        block_events: BlockEvents | None = None,
     ) -> None:
         self.address = address
         self.name = name or address
@@ -106,6 +109,8 @@ class EngineChannel:
         self._checks = Checks()  # of the connection
         self._offers_cache = False  # it can report what its prefix cache holds
         self._wants_cache = False
+        self._offers_blocks = False  # the same of its blocks
+        self._block_events = block_events or BlockEvents()
         self.max_num_seqs = 0
         self.cached: CachedKeys | None = None  # while it reports that
         self._cached_bits = CachedBits() if cached_bits is None else cached_bits
@@ -177,6 +182,11 @@ class EngineChannel:
     def _ask_for_cache(self) -> None:
         if self._wants_cache and self._offers_cache and self._link is not None:
             self._post(engine_pb2.RouterMessage(follow_cache=engine_pb2.FollowCache()))
+
+    def tell_blocks(self) -> None:
+        """Have the engine report all blocks that its prefix cache holds, and every change, if somebody wants that."""
+        if self._block_events.is_wanted and self._offers_blocks and self._link is not None:
+            self._post(engine_pb2.RouterMessage(follow_blocks=engine_pb2.FollowBlocks()))
 
     def submit(
         self,
@@ -321,13 +331,14 @@ class EngineChannel:
                         model = self._check(message.hello)
                         if model != self.model:
                             self.model, self.identity = model, None
-                        self._offers_cache = message.follows_cache
+                        self._offers_cache, self._offers_blocks = message.follows_cache, message.follows_blocks
                         hello, self._answers_pings = message.hello, message.answers_pings
                         self._link, self._outgoing = link, asyncio.Queue()
                         watch = asyncio.create_task(self._watch(link))
                         helpers += [watch, asyncio.create_task(self._send(link, self._outgoing))]
                         self._ask()
                         self._ask_for_cache()
+                        self.tell_blocks()
                         if not self._answers_pings:
                             await self._become_ready(hello)
                     case "goodbye":
@@ -341,6 +352,8 @@ class EngineChannel:
                     case "cache_delta" if self.cached is not None:
                         if not self.cached.take_delta(message.cache_delta):
                             self._ask_for_cache()
+                    case "cached_blocks" if hello is not None:
+                        self._block_events.take(self.number, self.model, message.cached_blocks)
                     case "trace":
                         self.questions.traced(message.trace)
         finally:
@@ -423,6 +436,7 @@ class EngineChannel:
         if self.cached is not None:
             self.cached.close()
             self.cached = None
+        self._block_events.lose(self.number)
         self.sequences.lose(lambda: EngineLost(info, has_left=self.says_goodbye))
         self.says_goodbye = False
         self.questions.lose()

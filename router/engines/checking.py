@@ -62,6 +62,7 @@ class Checks:
         self._num_aborted = 0
         self._traces: dict[int, int] = {}  # number → bytes that have come
         self._pings = self._flushes = 0  # that are not answered
+        self._follows_blocks = False
         self._idle: tuple[float, int] = (-math.inf, 0)  # when the counting began, messages since
 
     @property
@@ -81,6 +82,8 @@ class Checks:
                 self._flushes += 1
             case "take_trace":
                 self._traces[message.take_trace.number] = 0
+            case "follow_blocks":
+                self._follows_blocks = True
 
     def _submits(self, submit: engine_pb2.Submit) -> None:
         prompt_len = len(submit.prompt) if submit.HasField("readout") else 0
@@ -118,6 +121,8 @@ class Checks:
                 self._flushes -= 1
             case "trace":
                 self._check_trace(message.trace)
+            case "cached_blocks":
+                self._check_blocks(message.cached_blocks, self._hello)
             case "hello":
                 pass
             case _:  # unknown here: an engine of a later version may send it unasked
@@ -180,6 +185,13 @@ class Checks:
         _check(self._traces[trace.number] <= MAX_TRACE_BYTES, "trace: too long")
         if trace.is_last:
             del self._traces[trace.number]
+
+    def _check_blocks(self, blocks: engine_pb2.CachedBlocks, hello: control_pb2.EngineInfo) -> None:
+        _check(self._follows_blocks, "cached_blocks: nobody asked for them")
+        self._count_idle()
+        for each in blocks.stored:
+            _check(len(each.tokens) == hello.kv_cache.block_size, "cached_blocks.stored.tokens: length")
+            _check(max(each.tokens, default=0) < hello.vocab_size, "cached_blocks.stored.tokens: beyond the vocabulary")
 
     def _count_idle(self) -> None:
         """Count a message that brings no output: what an engine makes of requests is bounded by them."""

@@ -32,6 +32,7 @@ from ..adapters.kserve import GrpcInferenceService
 from ..adapters.translation import Adapter
 from ..adapters.vllm import VllmEngine
 from ..engines.assignment import model_of, signatures
+from ..engines.block_events import BlockEvents
 from ..engines.channel import EngineChannel
 from ..engines.choosing import RULES
 from ..engines.fleet import EnginesOf, Fleet, Member
@@ -143,6 +144,7 @@ class Router:
             self._tenants = TenantsFile(Path(config.tenants_file), self._adopt_tenants)
         self._trust = channel_trust(config)
         self._wakeups = Wakeups()
+        self._block_events = BlockEvents()
         self._http: HttpPort | None = None  # set with --http
         self._tally: Tally | None = None  # set with --http, which alone shows it
         self._has_served = asyncio.Event()  # an engine has been ready
@@ -234,6 +236,7 @@ class Router:
             wakeups=self._wakeups,
             trust=self._trust,
             cached_bits=self._fleet.chooser.cached,
+            block_events=self._block_events,
         )
 
     async def _serve(self, server: grpc.aio.Server) -> None:
@@ -349,7 +352,8 @@ class Router:
                 control=control,
                 admin=admin,
                 state=lambda: self._state.state,
-                folder=self._folders[self._name],
+                model=self._models.first,
+                block_events=self._block_events,
                 stall_timeout_s=stall_timeout_s,
             ),
             GrpcInferenceService(

@@ -18,11 +18,11 @@ from typing import Any
 import grpc
 import pytest
 
-from pagoda.v1 import control_pb2, control_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.counterparts.environments import python_with
 from tests.counterparts.test_protocols import SMG
-from tests.end_to_end.asking import engine_load
+from tests.end_to_end.asking import ask, engine_load, request
 from tests.servers import Server, free_address, running_engine, running_server
 
 pytestmark = pytest.mark.counterpart
@@ -163,15 +163,27 @@ def test_a_conversation_stays_with_the_server_that_has_its_prefix(
     before = loads(servers)
     for turn in range(4):
         for user in range(6):
-            prompt = f"User {user} begins, and then goes on." + "".join(
-                f" Turn {each} follows." for each in range(turn)
-            )
+            prompt = f"Nr {user} begins, and then goes on." + "".join(f" Turn {each} follows." for each in range(turn))
             cached = gateway.complete(prompt, 4)["usage"]["prompt_tokens_details"]["cached_tokens"]
             least = 0 if turn == 0 else len(prompt) - len(" Turn 0 follows.") - 2 * 4  # whole blocks of 4 tokens
             assert cached >= least, f"user {user} was sent away from its prefix in turn {turn}"
     both = [(after[0] - was[0], after[1] - was[1]) for was, after in zip(before, loads(servers), strict=True)]
     assert all(prompt_tokens > 0 for prompt_tokens, _ in both), "one server got nothing"
     assert all(cached / prompt_tokens > 0.5 for prompt_tokens, cached in both)
+
+
+def test_the_gateway_knows_what_servers_have_cached_that_it_has_never_sent_there(
+    gateway: Gateway, servers: tuple[Server, Server]
+) -> None:
+    """Prompts that other clients have sent: of these, the gateway learns from SubscribeKvEvents alone."""
+    prompts = [f"A prompt of another client, number {at}, that is long enough." for at in range(12)]
+    for at, prompt in enumerate(prompts):
+        with grpc.insecure_channel(servers[at % 2].address) as channel:
+            ask(inference_pb2_grpc.InferenceStub(channel), request(prompt, max_tokens=1))
+    time.sleep(2)  # until the gateway has been told
+    for prompt in prompts:
+        cached = gateway.complete(prompt, 1)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= len(prompt) - 2 * 4, "it was sent to the other server"
 
 
 def hits(post: Callable[..., str], prompts: list[str]) -> float:
@@ -220,7 +232,7 @@ def test_the_gateway_goes_on_with_the_other_server(tmp_path: Path) -> None:
         running_server(*SYNTHETIC) as second,
         running_gateway(tmp_path / "log", first, second) as gateway,
     ):
-        prompts = [f"conversation {at}, which is long enough for a block or two" for at in range(6)]
+        prompts = [f"{at} is a conversation that is long enough for a block or two" for at in range(6)]
         before = [gateway.complete(prompt)["choices"][0]["text"] for prompt in prompts]
         assert all(prompt_tokens > 100 for prompt_tokens, _ in loads((first, second))), "both are used"
         first.process.kill()

@@ -91,6 +91,7 @@ LIES: dict[str, list[Message]] = {
     "an embedding that is no number": [reading(embedding=[math.inf] * 4)],
     "a flush nobody asked for": [Message(epoch=EPOCH, cache_flushed=engine_pb2.CacheFlushed())],
     "a trace nobody asked for": [trace(number=5)],
+    "blocks nobody asked for": [Message(epoch=EPOCH, cached_blocks=engine_pb2.CachedBlocks(removed=[1]))],
     "a flood of loads": [step()] * (IDLE_MESSAGES + 2),
     "a flood of nothing": [Message(epoch=EPOCH)] * (IDLE_MESSAGES + 2),
     "a flood of starts": [step(started=[1])] * (IDLE_MESSAGES + 2),

@@ -24,15 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n8pagoda_server/router/adapters/protocols/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n8pagoda_server/router/adapters/protocols/smg_common.proto\x12\x0fsmg.grpc.common\"9\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\"i\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"p\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x14\n\x12_parent_block_hash\"D\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\"\'\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\"\x10\n\x0eKvCacheCleared\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda_server.router.adapters.protocols.smg_common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=77
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=98
-  _globals['_GETTOKENIZERCHUNK']._serialized_start=100
-  _globals['_GETTOKENIZERCHUNK']._serialized_end=149
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_start=77
+  _globals['_SUBSCRIBEKVEVENTSREQUEST']._serialized_end=134
+  _globals['_KVEVENTBATCH']._serialized_start=136
+  _globals['_KVEVENTBATCH']._serialized_end=241
+  _globals['_KVCACHEEVENT']._serialized_start=244
+  _globals['_KVCACHEEVENT']._serialized_end=440
+  _globals['_KVBLOCKSSTORED']._serialized_start=442
+  _globals['_KVBLOCKSSTORED']._serialized_end=554
+  _globals['_KVBLOCK']._serialized_start=556
+  _globals['_KVBLOCK']._serialized_end=624
+  _globals['_KVBLOCKSREMOVED']._serialized_start=626
+  _globals['_KVBLOCKSREMOVED']._serialized_end=665
+  _globals['_KVCACHECLEARED']._serialized_start=667
+  _globals['_KVCACHECLEARED']._serialized_end=683
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=685
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=706
+  _globals['_GETTOKENIZERCHUNK']._serialized_start=708
+  _globals['_GETTOKENIZERCHUNK']._serialized_end=757
 # @@protoc_insertion_point(module_scope)

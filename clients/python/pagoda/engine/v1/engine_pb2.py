@@ -27,7 +27,7 @@ from pagoda.v1 import inference_pb2 as pagoda_dot_v1_dot_inference__pb2
 from pagoda.v1 import trace_pb2 as pagoda_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagoda/engine/v1/engine.proto\x12\x10pagoda.engine.v1\x1a\x17pagoda/v1/control.proto\x1a\x19pagoda/v1/inference.proto\x1a\x15pagoda/v1/trace.proto\"\xb7\x02\n\rRouterMessage\x12*\n\x06submit\x18\x01 \x01(\x0b\x32\x18.pagoda.engine.v1.SubmitH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.pagoda.engine.v1.AbortH\x00\x12\x33\n\x0b\x66lush_cache\x18\x03 \x01(\x0b\x32\x1c.pagoda.engine.v1.FlushCacheH\x00\x12\x31\n\ntake_trace\x18\x04 \x01(\x0b\x32\x1b.pagoda.engine.v1.TakeTraceH\x00\x12&\n\x04ping\x18\x05 \x01(\x0b\x32\x16.pagoda.engine.v1.PingH\x00\x12\x35\n\x0c\x66ollow_cache\x18\x08 \x01(\x0b\x32\x1d.pagoda.engine.v1.FollowCacheH\x00\x42\t\n\x07message\"\xb5\x04\n\x06Submit\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x05\x63\x61\x63he\x18\x08 \x01(\x0b\x32\x10.pagoda.v1.Cache\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x16\n\ttimeout_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x1b\n\x03slo\x18\x0c \x01(\x0b\x32\x0e.pagoda.v1.Slo\x12\x12\n\nrequest_id\x18\r \x01(\t\x12$\n\x07outputs\x18\x0e \x03(\x0b\x32\x13.pagoda.v1.TokenIds\x12\r\n\x05\x61ge_s\x18\x0f \x01(\x01\x12!\n\x06guided\x18\x10 \x01(\x0b\x32\x11.pagoda.v1.Guided\x12&\n\tbad_words\x18\x11 \x03(\x0b\x32\x13.pagoda.v1.TokenIds\x12\x1d\n\x10max_draft_tokens\x18\x12 \x01(\rH\x02\x88\x01\x01\x12*\n\x07readout\x18\x13 \x01(\x0b\x32\x19.pagoda.engine.v1.ReadoutB\x0b\n\t_logprobsB\x0c\n\n_timeout_sB\x13\n\x11_max_draft_tokens\"m\n\x07Readout\x12\x1a\n\rlogprobs_from\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.pagoda.v1.PoolingB\x10\n\x0e_logprobs_from\"\x1a\n\x05\x41\x62ort\x12\x11\n\tsequences\x18\x01 \x03(\x04\"\x0c\n\nFlushCache\";\n\tTakeTrace\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x06last_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_last_s\"\r\n\x0b\x46ollowCache\"\x1d\n\x04Ping\x12\x15\n\rtakes_goodbye\x18\x01 \x01(\x08\"\xd6\x03\n\rEngineMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x05hello\x18\x02 \x01(\x0b\x32\x15.pagoda.v1.EngineInfoH\x00\x12,\n\x04step\x18\x03 \x01(\x0b\x32\x1c.pagoda.engine.v1.StepOutputH\x00\x12\x37\n\rcache_flushed\x18\x04 \x01(\x0b\x32\x1e.pagoda.engine.v1.CacheFlushedH\x00\x12(\n\x05trace\x18\x05 \x01(\x0b\x32\x17.pagoda.engine.v1.TraceH\x00\x12&\n\x04pong\x18\x06 \x01(\x0b\x32\x16.pagoda.engine.v1.PongH\x00\x12,\n\x07goodbye\x18\x08 \x01(\x0b\x32\x19.pagoda.engine.v1.GoodbyeH\x00\x12\x39\n\x0e\x63\x61\x63he_snapshot\x18\n \x01(\x0b\x32\x1f.pagoda.engine.v1.CacheSnapshotH\x00\x12\x33\n\x0b\x63\x61\x63he_delta\x18\x0b \x01(\x0b\x32\x1c.pagoda.engine.v1.CacheDeltaH\x00\x12\x15\n\ranswers_pings\x18\x07 \x01(\x08\x12\x15\n\rfollows_cache\x18\x0c \x01(\x08\x42\t\n\x07message\"P\n\rCacheSnapshot\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x03(\x06\x12\x10\n\x08is_first\x18\x03 \x01(\x08\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"=\n\nCacheDelta\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x03(\x06\x12\x0f\n\x07removed\x18\x03 \x03(\x06\"\t\n\x07Goodbye\"\x94\x02\n\nStepOutput\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.pagoda.engine.v1.Logprobs\x12&\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x17.pagoda.engine.v1.Ended\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.pagoda.v1.EngineLoad\x12*\n\x07tenants\x18\x06 \x01(\x0b\x32\x19.pagoda.engine.v1.Tenants\x12\x0f\n\x07started\x18\x07 \x03(\x04\x12+\n\x08readings\x18\x08 \x03(\x0b\x32\x19.pagoda.engine.v1.Reading\"k\n\x07Reading\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.pagoda.engine.v1.Logprobs\x12\x11\n\tembedding\x18\x04 \x03(\x02\"W\n\x07Tenants\x12%\n\x06listed\x18\x01 \x03(\x0b\x32\x15.pagoda.v1.TenantLoad\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x16\n\x0erecent_service\x18\x03 \x01(\x04\"N\n\x08Logprobs\x12\n\n\x02\x61t\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc1\x03\n\x05\x45nded\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.pagoda.engine.v1.EndReason\x12\x14\n\x07matched\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\r\x12\x0f\n\x07queue_s\x18\x07 \x01(\x01\x12\x11\n\tprefill_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\t \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\x12\x18\n\x10preempted_tokens\x18\x0b \x01(\r\x12\x13\n\x0bpreempted_s\x18\x0c \x01(\x01\x12\x14\n\x0csaved_tokens\x18\r \x01(\r\x12\x15\n\rloaded_tokens\x18\x0e \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x0f \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x10 \x01(\r\x12\x15\n\rforced_tokens\x18\x11 \x01(\r\x12\x17\n\x0fmatched_grammar\x18\x12 \x01(\x08\x12\r\n\x05\x66ield\x18\x13 \x01(\tB\n\n\x08_matched\"$\n\x0c\x43\x61\x63heFlushed\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r\"\x06\n\x04Pong\"P\n\x05Trace\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x04part\x18\x02 \x01(\x0b\x32\x18.pagoda.v1.StepTracePart\x12\x0f\n\x07is_last\x18\x03 \x01(\x08*\xcf\x01\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x16\n\x12\x45ND_REASON_ABORTED\x10\x03\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x45ND_REASON_REJECTED\x10\x05\x12\x15\n\x11\x45ND_REASON_FAILED\x10\x06\x12\x19\n\x15\x45ND_REASON_OVERLOADED\x10\x07\x32Y\n\x06\x45ngine\x12O\n\x07\x43onnect\x12\x1f.pagoda.engine.v1.RouterMessage\x1a\x1f.pagoda.engine.v1.EngineMessage(\x01\x30\x01\x42Z\n\x10pagoda.engine.v1P\x01Z1pagoda/clients/go/pagoda/engine/v1;pagodaenginev1\xaa\x02\x10Pagoda.Engine.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagoda/engine/v1/engine.proto\x12\x10pagoda.engine.v1\x1a\x17pagoda/v1/control.proto\x1a\x19pagoda/v1/inference.proto\x1a\x15pagoda/v1/trace.proto\"\xf0\x02\n\rRouterMessage\x12*\n\x06submit\x18\x01 \x01(\x0b\x32\x18.pagoda.engine.v1.SubmitH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.pagoda.engine.v1.AbortH\x00\x12\x33\n\x0b\x66lush_cache\x18\x03 \x01(\x0b\x32\x1c.pagoda.engine.v1.FlushCacheH\x00\x12\x31\n\ntake_trace\x18\x04 \x01(\x0b\x32\x1b.pagoda.engine.v1.TakeTraceH\x00\x12&\n\x04ping\x18\x05 \x01(\x0b\x32\x16.pagoda.engine.v1.PingH\x00\x12\x35\n\x0c\x66ollow_cache\x18\x08 \x01(\x0b\x32\x1d.pagoda.engine.v1.FollowCacheH\x00\x12\x37\n\rfollow_blocks\x18\t \x01(\x0b\x32\x1e.pagoda.engine.v1.FollowBlocksH\x00\x42\t\n\x07message\"\xb5\x04\n\x06Submit\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.pagoda.v1.Sampling\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x05\x63\x61\x63he\x18\x08 \x01(\x0b\x32\x10.pagoda.v1.Cache\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x16\n\ttimeout_s\x18\n \x01(\x01H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x1b\n\x03slo\x18\x0c \x01(\x0b\x32\x0e.pagoda.v1.Slo\x12\x12\n\nrequest_id\x18\r \x01(\t\x12$\n\x07outputs\x18\x0e \x03(\x0b\x32\x13.pagoda.v1.TokenIds\x12\r\n\x05\x61ge_s\x18\x0f \x01(\x01\x12!\n\x06guided\x18\x10 \x01(\x0b\x32\x11.pagoda.v1.Guided\x12&\n\tbad_words\x18\x11 \x03(\x0b\x32\x13.pagoda.v1.TokenIds\x12\x1d\n\x10max_draft_tokens\x18\x12 \x01(\rH\x02\x88\x01\x01\x12*\n\x07readout\x18\x13 \x01(\x0b\x32\x19.pagoda.engine.v1.ReadoutB\x0b\n\t_logprobsB\x0c\n\n_timeout_sB\x13\n\x11_max_draft_tokens\"m\n\x07Readout\x12\x1a\n\rlogprobs_from\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12#\n\x07pooling\x18\x03 \x01(\x0e\x32\x12.pagoda.v1.PoolingB\x10\n\x0e_logprobs_from\"\x1a\n\x05\x41\x62ort\x12\x11\n\tsequences\x18\x01 \x03(\x04\"\x0c\n\nFlushCache\";\n\tTakeTrace\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x06last_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_last_s\"\r\n\x0b\x46ollowCache\"\x0e\n\x0c\x46ollowBlocks\"\x1d\n\x04Ping\x12\x15\n\rtakes_goodbye\x18\x01 \x01(\x08\"\xa7\x04\n\rEngineMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12&\n\x05hello\x18\x02 \x01(\x0b\x32\x15.pagoda.v1.EngineInfoH\x00\x12,\n\x04step\x18\x03 \x01(\x0b\x32\x1c.pagoda.engine.v1.StepOutputH\x00\x12\x37\n\rcache_flushed\x18\x04 \x01(\x0b\x32\x1e.pagoda.engine.v1.CacheFlushedH\x00\x12(\n\x05trace\x18\x05 \x01(\x0b\x32\x17.pagoda.engine.v1.TraceH\x00\x12&\n\x04pong\x18\x06 \x01(\x0b\x32\x16.pagoda.engine.v1.PongH\x00\x12,\n\x07goodbye\x18\x08 \x01(\x0b\x32\x19.pagoda.engine.v1.GoodbyeH\x00\x12\x39\n\x0e\x63\x61\x63he_snapshot\x18\n \x01(\x0b\x32\x1f.pagoda.engine.v1.CacheSnapshotH\x00\x12\x33\n\x0b\x63\x61\x63he_delta\x18\x0b \x01(\x0b\x32\x1c.pagoda.engine.v1.CacheDeltaH\x00\x12\x37\n\rcached_blocks\x18\r \x01(\x0b\x32\x1e.pagoda.engine.v1.CachedBlocksH\x00\x12\x15\n\ranswers_pings\x18\x07 \x01(\x08\x12\x15\n\rfollows_cache\x18\x0c \x01(\x08\x12\x16\n\x0e\x66ollows_blocks\x18\x0e \x01(\x08\x42\t\n\x07message\"P\n\rCacheSnapshot\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x03(\x06\x12\x10\n\x08is_first\x18\x03 \x01(\x08\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"=\n\nCacheDelta\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x03(\x06\x12\x0f\n\x07removed\x18\x03 \x03(\x06\"`\n\x0c\x43\x61\x63hedBlocks\x12-\n\x06stored\x18\x01 \x03(\x0b\x32\x1d.pagoda.engine.v1.CachedBlock\x12\x0f\n\x07removed\x18\x02 \x03(\x06\x12\x10\n\x08is_first\x18\x03 \x01(\x08\"K\n\x0b\x43\x61\x63hedBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x06\x12\x13\n\x06parent\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0e\n\x06tokens\x18\x03 \x03(\rB\t\n\x07_parent\"\t\n\x07Goodbye\"\x94\x02\n\nStepOutput\x12\x11\n\tsequences\x18\x01 \x03(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.pagoda.engine.v1.Logprobs\x12&\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x17.pagoda.engine.v1.Ended\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.pagoda.v1.EngineLoad\x12*\n\x07tenants\x18\x06 \x01(\x0b\x32\x19.pagoda.engine.v1.Tenants\x12\x0f\n\x07started\x18\x07 \x03(\x04\x12+\n\x08readings\x18\x08 \x03(\x0b\x32\x19.pagoda.engine.v1.Reading\"k\n\x07Reading\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.pagoda.engine.v1.Logprobs\x12\x11\n\tembedding\x18\x04 \x03(\x02\"W\n\x07Tenants\x12%\n\x06listed\x18\x01 \x03(\x0b\x32\x15.pagoda.v1.TenantLoad\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x16\n\x0erecent_service\x18\x03 \x01(\x04\"N\n\x08Logprobs\x12\n\n\x02\x61t\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc1\x03\n\x05\x45nded\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.pagoda.engine.v1.EndReason\x12\x14\n\x07matched\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\r\x12\x0f\n\x07queue_s\x18\x07 \x01(\x01\x12\x11\n\tprefill_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\t \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\n \x01(\t\x12\x18\n\x10preempted_tokens\x18\x0b \x01(\r\x12\x13\n\x0bpreempted_s\x18\x0c \x01(\x01\x12\x14\n\x0csaved_tokens\x18\r \x01(\r\x12\x15\n\rloaded_tokens\x18\x0e \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x0f \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x10 \x01(\r\x12\x15\n\rforced_tokens\x18\x11 \x01(\r\x12\x17\n\x0fmatched_grammar\x18\x12 \x01(\x08\x12\r\n\x05\x66ield\x18\x13 \x01(\tB\n\n\x08_matched\"$\n\x0c\x43\x61\x63heFlushed\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r\"\x06\n\x04Pong\"P\n\x05Trace\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x04part\x18\x02 \x01(\x0b\x32\x18.pagoda.v1.StepTracePart\x12\x0f\n\x07is_last\x18\x03 \x01(\x08*\xcf\x01\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x16\n\x12\x45ND_REASON_ABORTED\x10\x03\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x45ND_REASON_REJECTED\x10\x05\x12\x15\n\x11\x45ND_REASON_FAILED\x10\x06\x12\x19\n\x15\x45ND_REASON_OVERLOADED\x10\x07\x32Y\n\x06\x45ngine\x12O\n\x07\x43onnect\x12\x1f.pagoda.engine.v1.RouterMessage\x1a\x1f.pagoda.engine.v1.EngineMessage(\x01\x30\x01\x42Z\n\x10pagoda.engine.v1P\x01Z1pagoda/clients/go/pagoda/engine/v1;pagodaenginev1\xaa\x02\x10Pagoda.Engine.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,48 +35,54 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.engine.v1.engine_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\020pagoda.engine.v1P\001Z1pagoda/clients/go/pagoda/engine/v1;pagodaenginev1\252\002\020Pagoda.Engine.V1'
-  _globals['_ENDREASON']._serialized_start=3035
-  _globals['_ENDREASON']._serialized_end=3242
+  _globals['_ENDREASON']._serialized_start=3364
+  _globals['_ENDREASON']._serialized_end=3571
   _globals['_ROUTERMESSAGE']._serialized_start=127
-  _globals['_ROUTERMESSAGE']._serialized_end=438
-  _globals['_SUBMIT']._serialized_start=441
-  _globals['_SUBMIT']._serialized_end=1006
-  _globals['_READOUT']._serialized_start=1008
-  _globals['_READOUT']._serialized_end=1117
-  _globals['_ABORT']._serialized_start=1119
-  _globals['_ABORT']._serialized_end=1145
-  _globals['_FLUSHCACHE']._serialized_start=1147
-  _globals['_FLUSHCACHE']._serialized_end=1159
-  _globals['_TAKETRACE']._serialized_start=1161
-  _globals['_TAKETRACE']._serialized_end=1220
-  _globals['_FOLLOWCACHE']._serialized_start=1222
-  _globals['_FOLLOWCACHE']._serialized_end=1235
-  _globals['_PING']._serialized_start=1237
-  _globals['_PING']._serialized_end=1266
-  _globals['_ENGINEMESSAGE']._serialized_start=1269
-  _globals['_ENGINEMESSAGE']._serialized_end=1739
-  _globals['_CACHESNAPSHOT']._serialized_start=1741
-  _globals['_CACHESNAPSHOT']._serialized_end=1821
-  _globals['_CACHEDELTA']._serialized_start=1823
-  _globals['_CACHEDELTA']._serialized_end=1884
-  _globals['_GOODBYE']._serialized_start=1886
-  _globals['_GOODBYE']._serialized_end=1895
-  _globals['_STEPOUTPUT']._serialized_start=1898
-  _globals['_STEPOUTPUT']._serialized_end=2174
-  _globals['_READING']._serialized_start=2176
-  _globals['_READING']._serialized_end=2283
-  _globals['_TENANTS']._serialized_start=2285
-  _globals['_TENANTS']._serialized_end=2372
-  _globals['_LOGPROBS']._serialized_start=2374
-  _globals['_LOGPROBS']._serialized_end=2452
-  _globals['_ENDED']._serialized_start=2455
-  _globals['_ENDED']._serialized_end=2904
-  _globals['_CACHEFLUSHED']._serialized_start=2906
-  _globals['_CACHEFLUSHED']._serialized_end=2942
-  _globals['_PONG']._serialized_start=2944
-  _globals['_PONG']._serialized_end=2950
-  _globals['_TRACE']._serialized_start=2952
-  _globals['_TRACE']._serialized_end=3032
-  _globals['_ENGINE']._serialized_start=3244
-  _globals['_ENGINE']._serialized_end=3333
+  _globals['_ROUTERMESSAGE']._serialized_end=495
+  _globals['_SUBMIT']._serialized_start=498
+  _globals['_SUBMIT']._serialized_end=1063
+  _globals['_READOUT']._serialized_start=1065
+  _globals['_READOUT']._serialized_end=1174
+  _globals['_ABORT']._serialized_start=1176
+  _globals['_ABORT']._serialized_end=1202
+  _globals['_FLUSHCACHE']._serialized_start=1204
+  _globals['_FLUSHCACHE']._serialized_end=1216
+  _globals['_TAKETRACE']._serialized_start=1218
+  _globals['_TAKETRACE']._serialized_end=1277
+  _globals['_FOLLOWCACHE']._serialized_start=1279
+  _globals['_FOLLOWCACHE']._serialized_end=1292
+  _globals['_FOLLOWBLOCKS']._serialized_start=1294
+  _globals['_FOLLOWBLOCKS']._serialized_end=1308
+  _globals['_PING']._serialized_start=1310
+  _globals['_PING']._serialized_end=1339
+  _globals['_ENGINEMESSAGE']._serialized_start=1342
+  _globals['_ENGINEMESSAGE']._serialized_end=1893
+  _globals['_CACHESNAPSHOT']._serialized_start=1895
+  _globals['_CACHESNAPSHOT']._serialized_end=1975
+  _globals['_CACHEDELTA']._serialized_start=1977
+  _globals['_CACHEDELTA']._serialized_end=2038
+  _globals['_CACHEDBLOCKS']._serialized_start=2040
+  _globals['_CACHEDBLOCKS']._serialized_end=2136
+  _globals['_CACHEDBLOCK']._serialized_start=2138
+  _globals['_CACHEDBLOCK']._serialized_end=2213
+  _globals['_GOODBYE']._serialized_start=2215
+  _globals['_GOODBYE']._serialized_end=2224
+  _globals['_STEPOUTPUT']._serialized_start=2227
+  _globals['_STEPOUTPUT']._serialized_end=2503
+  _globals['_READING']._serialized_start=2505
+  _globals['_READING']._serialized_end=2612
+  _globals['_TENANTS']._serialized_start=2614
+  _globals['_TENANTS']._serialized_end=2701
+  _globals['_LOGPROBS']._serialized_start=2703
+  _globals['_LOGPROBS']._serialized_end=2781
+  _globals['_ENDED']._serialized_start=2784
+  _globals['_ENDED']._serialized_end=3233
+  _globals['_CACHEFLUSHED']._serialized_start=3235
+  _globals['_CACHEFLUSHED']._serialized_end=3271
+  _globals['_PONG']._serialized_start=3273
+  _globals['_PONG']._serialized_end=3279
+  _globals['_TRACE']._serialized_start=3281
+  _globals['_TRACE']._serialized_end=3361
+  _globals['_ENGINE']._serialized_start=3573
+  _globals['_ENGINE']._serialized_end=3662
 # @@protoc_insertion_point(module_scope)

@@ -30,20 +30,22 @@ END_REASON_FAILED: EndReason
 END_REASON_OVERLOADED: EndReason
 
 class RouterMessage(_message.Message):
-    __slots__ = ("submit", "abort", "flush_cache", "take_trace", "ping", "follow_cache")
+    __slots__ = ("submit", "abort", "flush_cache", "take_trace", "ping", "follow_cache", "follow_blocks")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     TAKE_TRACE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     flush_cache: FlushCache
     take_trace: TakeTrace
     ping: Ping
     follow_cache: FollowCache
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ...) -> None: ...
+    follow_blocks: FollowBlocks
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., follow_blocks: _Optional[_Union[FollowBlocks, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id", "outputs", "age_s", "guided", "bad_words", "max_draft_tokens", "readout")
@@ -119,6 +121,10 @@ class FollowCache(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class FollowBlocks(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Ping(_message.Message):
     __slots__ = ("takes_goodbye",)
     TAKES_GOODBYE_FIELD_NUMBER: _ClassVar[int]
@@ -126,7 +132,7 @@ class Ping(_message.Message):
     def __init__(self, takes_goodbye: bool = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "answers_pings", "follows_cache")
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "cached_blocks", "answers_pings", "follows_cache", "follows_blocks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -136,8 +142,10 @@ class EngineMessage(_message.Message):
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CACHE_DELTA_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_PINGS_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_CACHE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: _control_pb2.EngineInfo
     step: StepOutput
@@ -147,9 +155,11 @@ class EngineMessage(_message.Message):
     goodbye: Goodbye
     cache_snapshot: CacheSnapshot
     cache_delta: CacheDelta
+    cached_blocks: CachedBlocks
     answers_pings: bool
     follows_cache: bool
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ...) -> None: ...
+    follows_blocks: bool
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ..., follows_blocks: bool = ...) -> None: ...
 
 class CacheSnapshot(_message.Message):
     __slots__ = ("number", "keys", "is_first", "is_last")
@@ -172,6 +182,26 @@ class CacheDelta(_message.Message):
     stored: _containers.RepeatedScalarFieldContainer[int]
     removed: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, number: _Optional[int] = ..., stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CachedBlocks(_message.Message):
+    __slots__ = ("stored", "removed", "is_first")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    IS_FIRST_FIELD_NUMBER: _ClassVar[int]
+    stored: _containers.RepeatedCompositeFieldContainer[CachedBlock]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    is_first: bool
+    def __init__(self, stored: _Optional[_Iterable[_Union[CachedBlock, _Mapping]]] = ..., removed: _Optional[_Iterable[int]] = ..., is_first: bool = ...) -> None: ...
+
+class CachedBlock(_message.Message):
+    __slots__ = ("hash", "parent", "tokens")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    hash: int
+    parent: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hash: _Optional[int] = ..., parent: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()
