@@ -7,30 +7,17 @@ import contextlib
 import logging
 import math
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
-from grpc_health.v1 import health_pb2_grpc
+from pagoda.v1 import control_pb2
 
-from pagoda.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    control_pb2,
-    control_pb2_grpc,
-)
-
-from ... import installed_version
-from ...channel.listening import GrpcPort
 from ...runtime.followed import in_daemon
-from ...settings import RouterSettings, ServeConfig
+from ...settings import ServeConfig
 from ...settings.engine import weights_of_tenants
 from ...settings.router import SPAWN
-from ..adapters.kserve import GrpcInferenceService
-from ..adapters.translation import Adapter
-from ..adapters.vllm import VllmEngine
 from ..engines.assignment import model_of, signatures
 from ..engines.block_events import BlockEvents
 from ..engines.channel import EngineChannel
@@ -44,7 +31,6 @@ from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
 from ..request.failover import Failover
-from ..request.inference import InferenceServicer
 from ..request.models import ServedModel, ServedModels, longest_context
 from ..request.receiving import Messages
 from ..request.record import Observers
@@ -55,20 +41,15 @@ from ..tenants.ledger import OwnLedger, SharedLedger
 from ..tenants.quotas import Quotas
 from ..text.tokenizer import Tokenizer
 from .announce import Announcer
-from .call_guard import CallGuard, Refusal
-from .control import AdminServicer, ControlServicer, ServingState
-from .public_port import auth_token, bind, max_message_bytes, server_options
-from .reflection import add_reflection
-from .shared_control import RouterGroup
+from .control import ServingState
+from .ports import Ports, Served
+from .public_port import auth_token, max_message_bytes
 from .supervisor import EngineKeeper, SpawnedEngine
 from .workers import AGE_JITTER, LAST_CALLS_S, ParentLink
 
 # What serves HTTP is imported where it is used: a router without an HTTP port starts sooner, and with less memory.
 if TYPE_CHECKING:
-    from starlette.routing import BaseRoute
-
-    from ..http.server import HttpPort
-    from ..telemetry.metrics import Sample, Tally
+    from ..telemetry.metrics import Tally
     from ..telemetry.traces import Traces
 
 log = logging.getLogger("pagoda.router")
@@ -126,7 +107,6 @@ class Router:
         self._supervisor = engine.supervisor if engine else None
         self._parent = parent
         self._keeper: EngineKeeper | None = self._supervisor or parent
-        self._group: RouterGroup | None = None  # set if several routers share the port
         self._live = LiveRequests()
         self._observers = Observers()
         self._traces = import_traces()(config.otlp_endpoint, self._name) if config.otlp_endpoint else None
@@ -145,10 +125,8 @@ class Router:
         self._trust = channel_trust(config)
         self._wakeups = Wakeups()
         self._block_events = BlockEvents()
-        self._http: HttpPort | None = None  # set with --http
         self._tally: Tally | None = None  # set with --http, which alone shows it
         self._has_served = asyncio.Event()  # an engine has been ready
-        self._port: GrpcPort | None = None  # set once it listens
         self._announcer = parent or Announcer(config)
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
@@ -191,9 +169,10 @@ class Router:
                 self._tally = Tally(self._fleet, self._admission, self._failover, self._index, self._only_name)
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
-            server = await self._make_server()
+            self._ports = self._make_ports()
+            await self._ports.start_privately()
             if not self._replaces:
-                await self._listen(server)
+                await self._listen()
             parts: list[Callable[[], Awaitable[None]]] = [self._fleet.run, members.follow]
             parts.append(partial(self._trust.follow, log))
             if self._supervisor:
@@ -202,19 +181,16 @@ class Router:
                 parts.append(self._tenants.follow)
             if self._parent:
                 parts.append(partial(self._wait_for_retirement, self._parent))
-            parts.append(partial(self._serve, server))
+            parts.append(self._serve)
             if self._tally:
                 parts.append(self._tally.watch_loop)
             async with self._running(parts):
                 await self._stop.wait()
                 if self._is_retired:
-                    await self._retire(server)
+                    await self._retire()
                 if self._failure is None:
                     await self._drain()
-                if self._port:
-                    self._port.close()
-                http = (self._http.stop(STOP_S),) if self._http else ()
-                await asyncio.gather(server.stop(STOP_S), *http)
+                await self._ports.stop(STOP_S)
             self._requests.close()
             if self._traces:
                 await asyncio.to_thread(self._traces.close)
@@ -239,179 +215,54 @@ class Router:
             block_events=self._block_events,
         )
 
-    async def _serve(self, server: grpc.aio.Server) -> None:
+    async def _serve(self) -> None:
         if self._replaces:
             await self._has_served.wait()
             for _ in range(50):  # one that is away for longer shall not keep these routers from serving
                 if all(channel.is_ready for channel in self._fleet.channels):
                     break
                 await asyncio.sleep(0.1)
-            await self._listen(server)
-        if self._http:
-            await self._http.run()
+            await self._listen()
+        await self._ports.run_http()
 
-    async def _make_server(self) -> grpc.aio.Server:
-        config = self._config
+    async def _listen(self) -> None:
+        self._announcer.starts(*await self._ports.listen())
+
+    def _make_ports(self) -> Ports:
         max_bytes = max_message_bytes(
-            config.max_text_bytes,
-            config.max_model_len or max(map(longest_context, self._folders.values())),
+            self._config.max_text_bytes,
+            self._config.max_model_len or max(map(longest_context, self._folders.values())),
             max(tokenizer.vocab_size for tokenizer in self._tokenizers.values()),
         )
-        messages = Messages(max_bytes, config.stall_timeout_s)
-        self._inference = self._make_inference(messages)
-        self._control = control = self._make_control(max_bytes)
-        admin = AdminServicer(fleet=self._fleet, live=self._live, state=self._state)
-        refusals: dict[str, Refusal] = {}
-        guard = CallGuard(messages, self._identities, refusals, self._observers.refused)
-        options = server_options(self._socket is not None, max_bytes, config.max_connection_age_s)
-        server = grpc.aio.server(options=options, interceptors=[guard])
-        shown_control: control_pb2_grpc.ControlServicer = control
-        shown_admin: admin_pb2_grpc.AdminServicer = admin
-        if self._socket:
-            group = await self._join(self._socket, control, admin)
-            shown_control, shown_admin = group.control, group.admin
-        control_pb2_grpc.add_ControlServicer_to_server(shown_control, server)
-        admin_pb2_grpc.add_AdminServicer_to_server(shown_admin, server)
-        services: list[Adapter] = [self._inference, *self._adapters(shown_control, shown_admin)]
-        for each in services:
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(each.service, each.handlers()),))
-            refusals |= {f"/{each.service}/{method}": self._inference.refusal for method in each.admitted}
-        health_pb2_grpc.add_HealthServicer_to_server(self._state.health, server)
-        if config.has_reflection:
-            reflected = [
-                control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
-                admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
-                "grpc.health.v1.Health",
-                *(each.service for each in services),
-            ]
-            add_reflection(reflected, server, config.stall_timeout_s)
-        self._max_bytes = max_bytes
-        await self._state.refresh()
-        return server
-
-    async def _listen(self, server: grpc.aio.Server) -> None:
-        """Serve gRPC, and bind the port of HTTP if there is one. Raises ConfigError."""
-        config = self._config
-        try:
-            self._port = bind(server, config)
-            await server.start()
-            if config.http:
-                from .http_port import http_port
-
-                self._http = http_port(
-                    config.http,
-                    config,
-                    self._http_routes(self._max_bytes),
-                    self._identities,
-                    on_refusal=self._observers.refused,
-                    shares_port=self._socket is not None,
-                    are_streams_late=lambda: self._wakeups.are_late,
-                )
-        except ConfigError:
-            await server.stop(None)  # otherwise it complains when it is collected, after its event loop has closed
-            raise
-        self._announcer.starts(self._port.address, self._http.url if self._http else "")
-
-    def _make_inference(self, messages: Messages) -> InferenceServicer:
         services = Services(
             models=self._models,
             admission=self._admission,
             quotas=self._quotas,
-            messages=messages,
+            messages=Messages(max_bytes, self._config.stall_timeout_s),
             live=self._live,
             observers=self._observers,
             failover=self._failover,
         )
-        return InferenceServicer(
+        served = Served(
+            self._config,
+            self._folders,
             services,
-            stall_timeout_s=self._config.stall_timeout_s,
-            resume_s=self._config.resume_s,
-            times=self._tally.times if self._tally else None,
-        )
-
-    def _make_control(self, max_bytes: int) -> ControlServicer:
-        config = self._config
-        return ControlServicer(
-            models=self._models,
-            admission=self._admission,
-            fleet=self._fleet,
-            state=self._state,
-            engine_restarts=self._engine_restarts,
-            max_message_bytes=max_bytes,
-            settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
-        )
-
-    def _adapters(
-        self, control: control_pb2_grpc.ControlServicer, admin: admin_pb2_grpc.AdminServicer
-    ) -> list[Adapter]:
-        """Other protocols on the same port."""
-        stall_timeout_s = self._config.stall_timeout_s
-        return [
-            VllmEngine(
-                inference=self._inference,
-                control=control,
-                admin=admin,
-                state=lambda: self._state.state,
-                model=self._models.first,
-                block_events=self._block_events,
-                stall_timeout_s=stall_timeout_s,
-            ),
-            GrpcInferenceService(
-                inference=self._inference,
-                state=lambda: self._state.state,
-                stall_timeout_s=stall_timeout_s,
-            ),
-        ]
-
-    def _http_routes(self, max_bytes: int) -> list[BaseRoute]:
-        from ..http import anthropic, health, metrics, openai, page, responses, tokens
-        from ..http.live import LiveFeed
-        from ..telemetry.metrics import Metrics
-
-        assert self._tally is not None, "there is one with --http"
-        load = self._group.control.current_load if self._group else self._control.current_load
-        shown = Metrics(self._only_name, self._fleet, self._tally, self._known_of_engines, self._other_tallies)
-        is_resumable = self._config.resume_s > 0
-        about = {"models": [*self._folders], "version": installed_version(), "resumable": is_resumable}
-        return [
-            *health.routes(lambda: self._state.state == control_pb2.SERVER_STATE_SERVING),
-            *(
-                route
-                for api in (openai, responses, anthropic, tokens)
-                for route in api.routes(self._inference, max_bytes)
-            ),
-            *page.routes(LiveFeed(self._fleet, load), about),
-            *metrics.routes(shown.page),
-        ]
-
-    def _known_of_engines(self) -> Iterator[Sample]:
-        from ..telemetry.metrics import engine_samples
-
-        return engine_samples(
             self._fleet,
-            self._control.load(),
-            self._engine_restarts(),
-            self._admission.is_draining,
-            self._config.metrics_tenants,
+            self._state,
+            self._identities,
+            self._wakeups,
+            self._block_events,
+            self._tally,
+            self._engine_restarts,
         )
-
-    async def _other_tallies(self) -> list[bytes]:
-        return await self._group.ask_tallies() if self._group else []
-
-    def _engine_restarts(self) -> int:
-        return self._keeper.restarts if self._keeper else 0
+        return Ports(served, self._socket)
 
     def _adopt_tenants(self, tenants: Tenants) -> None:
         self._identities.tokens = tenants.tokens
         self._quotas.replace(tenants.quotas)
 
-    async def _join(self, socket: Path, control: ControlServicer, admin: AdminServicer) -> RouterGroup:
-        """Join the routers that share the port: answer for all of them, and drain if they are draining."""
-        self._group = RouterGroup(control, admin, self._inference, self._tally, socket)
-        await self._group.start()
-        if await self._group.are_others_draining():
-            await self._state.drain()
-        return self._group
+    def _engine_restarts(self) -> int:
+        return self._keeper.restarts if self._keeper else 0
 
     @property
     def _is_engine_ours(self) -> bool:
@@ -453,7 +304,7 @@ class Router:
 
     def _share(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
         """Share the places of all engines between tenants as the engines do, and admit as much as fits them."""
-        self._inference.share(_weights_of_tenants(engines))
+        self._ports.inference.share(_weights_of_tenants(engines))
         if self._config.max_queued_tokens is None:
             capacity = sum(info.kv_cache.token_capacity for info in engines)
             self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
@@ -463,7 +314,7 @@ class Router:
         self._is_retired = True
         self._stop.set()
 
-    async def _retire(self, server: grpc.aio.Server) -> None:
+    async def _retire(self) -> None:
         """Leave the port to other routers, and serve the open connections until their calls have ended.
 
         Until --max-connection-age-s has passed, calls on them are new ones too: gRPC asks each client to connect anew
@@ -473,31 +324,16 @@ class Router:
         self._stop.clear()
         log.info("other routers take the port: %d requests are left here", len(self._live))
         age_s = AGE_JITTER * (self._config.max_connection_age_s or 0) + LAST_CALLS_S
-        grace_s = self._config.grace_s
-
-        async def serve_grpc() -> None:
-            if self._port:
-                await asyncio.to_thread(self._port.leave)
-            await asyncio.sleep(age_s)
-            await asyncio.gather(server.stop(grace_s), serve_other_routers())
-
-        async def serve_other_routers() -> None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._live.wait_idle(), grace_s)  # streams that were resumed there, too
-
-        async def serve_the_rest() -> None:
-            http = (self._http.leave(age_s + grace_s),) if self._http else ()
-            await asyncio.gather(serve_grpc(), *http)
-
-        rest, signaled = asyncio.create_task(serve_the_rest()), asyncio.create_task(self._stop.wait())
+        rest = asyncio.create_task(self._ports.leave(age_s, self._config.grace_s))
+        signaled = asyncio.create_task(self._stop.wait())
         await asyncio.wait({rest, signaled}, return_when=asyncio.FIRST_COMPLETED)
         rest.cancel()
         signaled.cancel()
 
     async def _drain(self) -> None:
         """Report NOT_SERVING, refuse new requests, and let running ones finish within the grace period."""
-        if self._group:
-            await self._group.leave()  # otherwise the router that replaces this one would drain too
+        if self._ports.group:
+            await self._ports.group.leave()  # otherwise the router that replaces this one would drain too
         await self._state.drain()
         if not self._live:
             return

@@ -60,6 +60,7 @@ class Messages:
     """
 
     def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self.max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._room = max(READING_TOTAL_BYTES // max_bytes, FEWEST)
         self._reads: dict[asyncio.Timeout, float] = {}  # under way, with the time at which each began
