@@ -27,11 +27,14 @@ from pagoda_server.engine.runners.loaded_model import choose_backend
 from pagoda_server.kernels import UNQUANTIZED, has_native, set_num_threads
 from pagoda_server.settings.engine import Quantization
 from tests.checkpoints.tiny_gguf import tiny_model
+from tests.engine.test_tensor_parallel import settings_of
+from tests.engine.test_tensor_parallel_processes import Group
 from tests.engine.tiny_models import MODELS, ShuffledBlocks, load_runner, next_chunk, random_prompt, save_model
 from tests.kernels.backends import INSTRUCTION_SETS, using
 
 LOADED_MODEL = "pagoda_server.engine.runners.loaded_model"
 SPLIT = 256  # tokens of a context that attention sums before it adds the next ones
+RUNNER: dict[str, Any] = {"kv_cache_gb": 0.02, "host_kv_gb": 0.002}
 LENGTH = SPLIT + 44  # of every sequence
 NUM_SEQS = 3
 COMMON = 40  # tokens at the start of the first two sequences
@@ -82,7 +85,7 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def load(folder: Path, *, deterministic: bool = True, **how: str) -> ModelRunner:
-    return load_runner(folder, deterministic=deterministic, kv_cache_gb=0.02, host_kv_gb=0.002, **how)
+    return load_runner(folder, deterministic=deterministic, **(RUNNER | how))
 
 
 def logits_of(runner: ModelRunner, plan: StepPlan) -> Tensor:
@@ -220,6 +223,17 @@ def check_schedules(company: Company, count: int) -> None:
 def test_logits_are_the_same_bits_in_any_company_and_cut(saved: Callable[..., Path], case: str) -> None:
     name, how = CASES[case]
     check_schedules(Company(load(saved(name), **how)), 6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "int8", "int4"])
+def test_ranks_compute_the_same_bits_in_any_company_and_cut(saved: Callable[..., Path], case: str) -> None:
+    name, how = CASES[case]
+    group = Group(settings_of(saved(name), deterministic=True, tensor_parallel=2, **(RUNNER | how)))
+    try:
+        check_schedules(Company(group.runner), 4)
+    finally:
+        group.leader.close()
 
 
 @pytest.mark.slow

@@ -82,12 +82,14 @@ def requests_of(seed: int) -> list[list[Sequence]]:
 def serve(runner: ModelRunner, seed: int, speculation: Speculation | None, failures: int = 0) -> Served:
     """Serve a drawn schedule to its end: sequences arrive between steps, and one is aborted."""
     now, served, draw = 0.0, Served(), random.Random(seed)
+    windows = runner.info.kv_cache.groups.windows
     scheduler = Scheduler(
-        BlockPool(NUM_BLOCKS, BLOCK_SIZE),
+        BlockPool(NUM_BLOCKS * len(windows), BLOCK_SIZE),
         max_num_seqs=6,
         token_budget=24,
         max_model_len=80,
         clock=lambda: now,
+        windows=windows,
         speculation=speculation,
     )
     unreliable = UnreliableRunner(runner)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,47 +21,13 @@ from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings import EngineConfig
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.test_speculation import needs_native
+from tests.engine.thread_ranks import ThreadRanks
 from tests.engine.tiny_models import BLOCK_SIZE, MODELS, ShuffledBlocks, load_runner, random_prompt, saved_model
 
 pytestmark = pytest.mark.timeout(120)
 
 PROMPT = random_prompt(20, seed=1)
 DIFFERENT = ("llama with biases", "olmo2", "gpt2", "gpt_neox", "phi3", "mixtral", "gpt_oss", "qwen2_moe")
-
-
-class ThreadRanks:
-    """The ranks of a group as threads of this process, which sum as the processes of a real one do."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=60)
-        self._parts: list[Tensor] = [torch.empty(0)] * count
-        self.shares = [Share(rank, count, self._summing(rank), self._gathering(rank)) for rank in range(count)]
-
-    def run(self, compute: Callable[[Share], Tensor]) -> list[Tensor]:
-        with ThreadPoolExecutor(len(self.shares)) as threads:
-            return list(threads.map(compute, self.shares))
-
-    def _exchanged(self, rank: int, part: Tensor) -> list[Tensor]:
-        """The parts of all ranks."""
-        self._parts[rank] = part
-        self._barrier.wait()
-        parts = [each.clone() for each in self._parts]
-        self._barrier.wait()
-        return parts
-
-    def _summing(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def sum_(addend: Tensor) -> Tensor:
-            return torch.stack(self._exchanged(rank, addend.float())).sum(0).to(addend.dtype)
-
-        return sum_
-
-    def _gathering(self, rank: int) -> Callable[[Tensor, int], Tensor]:
-        def gather(part: Tensor, columns: int) -> Tensor:
-            whole = torch.cat(self._exchanged(rank, part), dim=1)
-            assert whole.shape[1] == columns
-            return whole
-
-        return gather
 
 
 def logits_of(runner: ModelRunner) -> Tensor:
