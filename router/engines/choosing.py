@@ -23,7 +23,8 @@ HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one eng
 WARM = 0.8  # the part of a prompt that must be cached for an engine to be preferred
 PATIENCE_S = 2.0  # how much later a first token may come from an engine that has the prompt cached
 FULL_S, QUEUE_S = 1.0, 10.0  # what a full batch costs, and a queue as long as the batch
-MOST_TO_FEWEST, SLACK = 1.2, 6  # it has no more sequences than the engine with the fewest, times this and plus this
+# It has no more sequences than the engine with the fewest, times this, and this part of its own batch more, or a few.
+MOST_TO_FEWEST, SLACK_PART, SLACK = 1.2, 0.25, 6
 NEAR_S = 0.005  # predictions that differ by less are equal
 UNKNOWN_RATE = 10_000.0  # prompt tokens a second, while no engine knows its own
 MOST_ABOVE_MEAN = 1.25  # times the mean number of sequences: an engine that has more gets no prompt by its hash
@@ -170,12 +171,12 @@ class ByPrefix(Chooser):
         outlooks = [engine.outlook for engine in engines]
         known = [rate for _, _, rate in outlooks if rate > 0]
         usual_rate = sum(known) / len(known) if known else UNKNOWN_RATE
-        most = SLACK + MOST_TO_FEWEST * min(outlooks)[0]
+        most = MOST_TO_FEWEST * min(outlooks)[0]
         costs, hits, warm = list[float](), list[int](), list[int]()
         for at, (engine, (count, uncomputed, rate)) in enumerate(zip(engines, outlooks, strict=True)):
             hit = STRIDE * found[cached.place] if found and (cached := engine.cached) is not None else 0
             hits.append(hit)
-            if hit and hit >= WARM * prompt_len and count < most:
+            if hit and hit >= WARM * prompt_len and count < most + max(SLACK, SLACK_PART * engine.max_num_seqs):
                 warm.append(at)
             fill = count / (engine.max_num_seqs or 1)
             seconds = (uncomputed + prompt_len - hit) / (rate or usual_rate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from pagoda_server.router.engines.choosing import (
     HASHED_STRIDES,
     MOST_TO_FEWEST,
     PATIENCE_S,
-    SLACK,
+    SLACK_PART,
     Asked,
     Automatic,
     ByHash,
@@ -147,11 +146,11 @@ def test_a_prompt_goes_to_the_engine_that_has_it_cached_unless_that_makes_it_wai
     fleet[3].num_uncomputed = 10_000
     assert by_prefix(fleet, replace(asked, ttft_s=0.5))[1] == "released", "its target leaves it less patience"
     fleet[3].num_uncomputed = 0
-    fleet[3].num_sequences = SLACK
+    fleet[3].num_sequences = int(SLACK_PART * fleet[3].max_num_seqs)
     assert by_prefix(fleet, asked)[1] == "cost", "it has too many sequences"
     for each in fleet[:3]:
         each.num_sequences = 10
-    fleet[3].num_sequences = math.ceil(10 * MOST_TO_FEWEST)
+    fleet[3].num_sequences = int(SLACK_PART * 64 + 10 * MOST_TO_FEWEST) - 1
     assert by_prefix(fleet, asked) == ("warm", "cached")
 
 
