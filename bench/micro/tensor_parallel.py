@@ -53,10 +53,10 @@ def main(
         print(f"send {num_seqs} sequences of {context} tokens, {size:.1f} KB: {times}")
         ours.close()
         os.wait()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryFile() as store:
         config = EngineConfig(tensor_parallel=ranks)
         rank = next((rank for rank in range(1, ranks) if os.fork() == 0), 0)
-        join(config, f"{folder}/ranks", rank)
+        join(config, store.fileno(), rank)
         for rows in (1, 8, 64, 512):
             values = torch.ones(rows, hidden, dtype=torch.bfloat16)
             times = timed(partial(sum_over_ranks, ranks, values), steps, pause_s=0)

@@ -75,6 +75,8 @@ def _load_model(config: EngineConfig, progress: Progress) -> InformedRunner:
 
         if config.tensor_parallel == 1:
             return ModelRunner(config, progress)
+        if sys.platform != "linux":
+            raise ConfigError("--tensor-parallel needs Linux, which ends the ranks of a process that was killed")
         if config.kv_store:
             raise ConfigError("--kv-store needs --tensor-parallel 1: a rank has only a part of each block")
         from .cpu.leader import Leader

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +19,10 @@ from pagoda.v1 import inference_pb2_grpc
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from tests.checkpoints.tiny_gguf import tiny_model
-from tests.end_to_end.asking import ask, request
+from tests.end_to_end.asking import Answer, ask, request
+from tests.end_to_end.test_failover import fleet
 from tests.end_to_end.test_hangs import until
-from tests.servers import Server, running_server
+from tests.servers import START_TIMEOUT_S, Server, running_engine, running_server
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 
@@ -91,6 +97,114 @@ def test_a_rank_that_stops_ends_the_group_at_the_hang_limit(server: Server, rank
     until(lambda: have_ended(ranks), HANG_S + LATE_S)
     server.wait_ready()
     assert stream(server)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_memory_ends_the_group_which_starts_again(server: Server, rank: int) -> None:
+    ranks = ranks_of(server)
+    with grpc.insecure_channel(server.address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request("Once", 400))
+        next(call)
+        ranks[rank].rlimit(psutil.RLIMIT_AS, (1, 1))
+        long = threading.Thread(target=ask_in_vain, args=(server, "word " * 80))  # it needs more than a decode has
+        long.start()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        long.join()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    until(lambda: have_ended(ranks), ENDS_S)
+    server.wait_ready()
+    assert stream(server)
+
+
+def ask_in_vain(server: Server, prompt: str) -> None:
+    with contextlib.suppress(grpc.RpcError), grpc.insecure_channel(server.address) as channel:
+        ask(inference_pb2_grpc.InferenceStub(channel), request(prompt, 5))
+
+
+def test_a_slow_rank_slows_its_group_and_changes_nothing(server: Server) -> None:
+    before, ranks = stream(server, max_tokens=100), ranks_of(server)
+    is_over = threading.Event()
+
+    def slow_down() -> None:
+        while not is_over.wait(0.02):
+            ranks[1].suspend()
+            time.sleep(0.05)
+            ranks[1].resume()
+
+    slowing = threading.Thread(target=slow_down)
+    slowing.start()
+    try:
+        assert stream(server, max_tokens=100) == before
+    finally:
+        is_over.set()
+        slowing.join()
+    assert ranks_of(server) == ranks
+
+
+async def test_a_stream_goes_on_at_another_group(folder: Path, tmp_path: Path) -> None:
+    how = ("--model", str(folder), "--dtype", "float32", "--tensor-parallel", "2", "--kv-cache-gb", "0.01")
+    with fleet(tmp_path, count=2, engine=how) as two:
+        expected = stream(two.server, max_tokens=400)
+        groups = [psutil.Process(engine.pid) for engine in two.engines]
+        async with grpc.aio.insecure_channel(two.server.address) as channel:
+            sampling = {"temperature": 0.8, "seed": 5}
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(
+                request("In a village by the sea", 400, sampling=sampling)
+            )
+            responses = aiter(call)
+            found = [await anext(responses)]
+            until(lambda: any(load.running for load in two.loads), LATE_S)
+            number = next(number for number, load in enumerate(two.loads) if load.running)
+            (follower,) = groups[number].children()
+            follower.kill()
+            found += [each async for each in responses]
+        assert Answer(found).ids() == expected
+        until(lambda: have_ended([groups[number], follower]), ENDS_S)
+
+
+@pytest.mark.parametrize("num_kills", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+def test_kills_at_any_time_leave_nothing_behind(folder: Path, tmp_path: Path, num_kills: int) -> None:
+    """Either rank, while it loads, while they join, and while they wait for work."""
+    draw, temporary, before = random.Random(0), tmp_path / "temporary", shared_memory()
+    temporary.mkdir()
+    how = ("--model", str(folder), "--dtype", "float32", "--tensor-parallel", "2", "--kv-cache-gb", "0.01")
+    times_s = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        for number in range(num_kills):
+            with running_engine(f"shm:@pagoda-{os.getpid()}-{number}", *how, log=tmp_path / "log") as engine:
+                times_s.append(kill_one(psutil.Process(engine.pid), draw, is_joined=number % 2 == 0))
+            assert not any(temporary.iterdir())
+            assert shared_memory() <= before
+    print(f"the slowest of {num_kills} groups ended after {max(times_s):.2f} s")
+
+
+def kill_one(leader: psutil.Process, draw: random.Random, *, is_joined: bool) -> float:
+    """Kill a rank of a group that starts, or that has joined; return how many seconds the other one lived on."""
+    until(lambda: bool(leader.children()), START_TIMEOUT_S)
+    ranks = [leader, *leader.children()]
+    if is_joined:
+        until(lambda: all(ports_of(rank) for rank in ranks), START_TIMEOUT_S)
+    else:
+        time.sleep(draw.uniform(0, 4))
+    ports = set().union(*map(ports_of, ranks))
+    draw.choice(ranks).kill()
+    took_s = until(lambda: have_ended(ranks), LATE_S)
+    until(lambda: not ports & listening(), LATE_S)  # threads of a zombie may still end
+    return took_s
+
+
+def listening() -> set[int]:
+    return {each.laddr.port for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+
+
+def ports_of(process: psutil.Process) -> set[int]:
+    return {each.laddr.port for each in process.net_connections("inet")}
+
+
+def shared_memory() -> set[str]:
+    return {each for each in os.listdir("/dev/shm") if "pagoda" in each}
 
 
 def test_sigterm_ends_all_ranks_and_lets_streams_finish(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners import readings
 from pagoda_server.engine.runners.cpu.leader import Leader
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
-from pagoda_server.settings import EngineConfig
+from pagoda_server.settings import EXIT_FAILURE, EngineConfig
 from tests.engine.test_readouts import READOUTS, Served
 from tests.engine.test_speculation import knowing, serve
 from tests.engine.test_tensor_parallel import logits_of, settings_of
@@ -126,6 +128,19 @@ def test_a_step_that_fails_between_the_ranks_ends_the_group(group: Group, monkey
 def test_a_rank_that_dies_is_noticed_while_the_group_is_idle(group: Group) -> None:
     group.leader.processes[-1].kill()
     assert group.lost.wait(30)
+
+
+def test_a_rank_that_dies_while_it_loads_is_noticed_at_once(folder: Path) -> None:
+    lost = threading.Event()
+    leader = Leader(settings_of(folder, tensor_parallel=2), lost.set)
+    leader.processes[0].kill()
+    assert lost.wait(30), "rank 0 would load its own part first"
+    leader.close()
+
+
+def test_a_rank_whose_leader_has_ended_loads_nothing() -> None:
+    command = [sys.executable, "-m", "pagoda_server.engine.runners.cpu.follower", "0", "1"]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60).returncode == EXIT_FAILURE
 
 
 def test_a_model_that_cannot_be_cut_is_refused_and_leaves_no_process(folder: Path) -> None:

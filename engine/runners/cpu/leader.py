@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +39,8 @@ class Leader:
         self.share = share_of(0, config.tensor_parallel)
         self._config, self._on_loss = config, on_loss
         self._is_in_step, self._is_closed = True, False
-        self._folder = tempfile.TemporaryDirectory(prefix="pagoda-")  # mode 0700: no other user can join
+        # The ranks find each other through a file without a name, which no other user opens and nobody leaves behind.
+        self._store = os.memfd_create("pagoda-ranks")
         self._sockets: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, config.tensor_parallel):
@@ -59,14 +59,9 @@ class Leader:
                 raise ConfigError(message) if code == EXIT_CONFIG else EngineError(message)
             weight_bytes += int(loaded)
             ours.settimeout(self._config.hang_timeout_s)
-        for rank, process in enumerate(self.processes, 1):
-            threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
         for ours in self._sockets:
             send_frame(ours, b"join")
         join(self._config, self._store, 0)
-        for ours in self._sockets:
-            receive_frame(ours)  # the rank needs the folder no more
-        self._folder.cleanup()
         return weight_bytes
 
     def send(self, message: bytes) -> None:
@@ -98,25 +93,22 @@ class Leader:
         for process in self.processes:
             process.kill()
             process.wait()
-        self._folder.cleanup()
-
-    @property
-    def _store(self) -> str:
-        return os.path.join(self._folder.name, "ranks")
+        os.close(self._store)
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "pagoda_server.engine.runners.cpu.follower", str(theirs.fileno())]
-            self.processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=[theirs.fileno()])
-            )
+            ends = str(theirs.fileno()), str(os.getpid())
+            command = [sys.executable, "-m", "pagoda_server.engine.runners.cpu.follower", *ends]
+            kept = [theirs.fileno(), self._store]
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=kept))
         self._sockets.append(ours)
+        threading.Thread(target=self._watch, args=(rank, self.processes[-1]), name=f"rank {rank}", daemon=True).start()
         start = {"config": asdict(self._config), "rank": rank, "store": self._store}
         send_frame(ours, json.dumps(start).encode())
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        if not self._is_closed:
+        if not self._is_closed and code != EXIT_CONFIG:  # `wait_until_loaded` reports that one
             log.error("rank %d of %d ended with %d: the engine ends with it", rank, self.share.count, code)
             self._on_loss()

@@ -19,16 +19,16 @@ from ...models.share import Share
 _LENGTH = struct.Struct("=I")  # of a frame; both ends are on one host
 
 
-def join(config: EngineConfig, store: str, rank: int) -> None:
+def join(config: EngineConfig, store: int, rank: int) -> None:
     """Wait for the other ranks. A rank that does not answer for the hang limit fails a sum on all others.
 
-    store  a file in a folder that no other user reads, through which the ranks find each other
+    store  the descriptor of a file that all ranks have inherited, through which they find each other
     """
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback  # else gloo listens where the host's name leads
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file:///proc/self/fd/{store}",
         rank=rank,
         world_size=config.tensor_parallel,
         timeout=timedelta(seconds=config.hang_timeout_s),
