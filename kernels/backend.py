@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from .linear_quantized import (
     linear_grouped_weight,
     linear_int8_weight,
     linear_int8_weight_native,
+    packed_int8_weight,
 )
 from .paged import PLAIN_SCORING, AttentionPlan, PagedKV, Scoring
 from .paged_attention import (
@@ -100,7 +101,7 @@ class Backend:
     makers       make the products of weights in each format; REFERENCE has all formats
     multiplies   whether the device multiplies weights in groups of this format
     join         makes an expert layer of products in each format; its reference is `experts`
-    packs_rows   the products of weights in int8 take rows that were packed one after the other
+    places       make the weights that are packed while they are read, of each format that has any
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
     weights           the format that a model's matrices get, except those that `keeps` names. int4 makes int8 of these,
@@ -130,7 +131,7 @@ class Backend:
     most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows, Verified | None], None]
     multiplies: Callable[[GroupedFormat], bool] = multiplies_all
-    packs_rows: bool = False
+    places: Mapping[str, Callable[[int, int], PackedInt8]] = field(default_factory=dict)
     is_compiled: bool = False
     looks_up_rotations: bool = False
     weights: str = UNQUANTIZED
@@ -151,9 +152,15 @@ class Backend:
         """Whether `embedding` takes a table of this format that is not the head too, where weights lose bits at all."""
         return form is not None and self.weights != UNQUANTIZED and self.multiplies(form)
 
+    @property
+    def packs_head_apart(self) -> bool:
+        """Whether a head that is the embedding too is packed apart from it, because packed rows are not looked up."""
+        return self.weights == "int8-weight" and self.weights in self.places
+
     def place(self, out_size: int, in_size: int) -> PackedInt8 | None:
         """Where a product's weight gets this backend's format while it is read; None: `linear` takes it whole."""
-        return PackedInt8.allocate(out_size, in_size) if self.packs_rows and self.weights in ("int8", "int4") else None
+        allocate = self.places.get(self.weights)
+        return None if allocate is None else allocate(out_size, in_size)
 
     def linear(self, weight: Any, bias: Tensor | None, use: Use = PLAIN) -> Linear:
         """Make a product with a weight, which gets this backend's format, or with a list of them that are stacked.
@@ -251,6 +258,6 @@ NATIVE = Backend(
     most_likely_allowed=most_likely_allowed_native,
     sample_rows=sample_rows,
     multiplies=multiplies_native,
-    packs_rows=True,
+    places={"int8": PackedInt8.allocate, "int4": PackedInt8.allocate, "int8-weight": packed_int8_weight},
     is_compiled=True,
 )

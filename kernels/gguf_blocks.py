@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .grouped_weight import GroupedWeight
-from .native_module import native
+from .native_module import address, native
 
 # In the order of Blocks in native/gguf_blocks.h.
 KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4")
@@ -42,6 +42,10 @@ def read_values(kind: str, blocks: Tensor, table: tuple[int, ...] | None, place:
     assert place.dtype == torch.float32
     assert blocks.is_contiguous()
     assert place.is_contiguous()
-    values = None if table is None else torch.tensor(table, dtype=torch.int8)
-    addresses = 0 if values is None else values.data_ptr(), place.data_ptr()
+    values = table_tensor(table)
+    addresses = address(values), place.data_ptr()
     native.read_block_values(KINDS.index(kind), blocks.data_ptr(), blocks.nbytes, place.numel(), *addresses)
+
+
+def table_tensor(table: tuple[int, ...] | None) -> Tensor | None:
+    return None if table is None else torch.tensor(table, dtype=torch.int8)

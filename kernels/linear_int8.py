@@ -9,7 +9,7 @@ costs 0.8 ± 0.5 % (docs/performance.md). Rows do not share scales, so no reques
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from .activate import Activation, activate
+from .gguf_blocks import KINDS, table_tensor
 from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
-from .native_module import DTYPES, native, takes
+from .native_module import DTYPES, address, native
 
 GROUP = 64  # elements of the input that share a scale
 
@@ -112,61 +113,83 @@ class NativeInt8(NativeLinear):
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8:
-    """A weight [out, in] of `linear_int8_native`, which `copy_` packs some rows at a time.
+    """A weight [out, in] in int8, which is packed some rows at a time: by `copy_`, or from the blocks of a file.
 
-    values  [out, groups * GROUP] int8, in panels of outputs
-    scales  [out, groups * (scales of a group, and its sum)] float32, in the same panels
+    Scales are not finite where a weight was not.
+
+    values       [outputs, inputs] int8, in panels of outputs; both may be more than the weight has
+    scales       [outputs, …] float32, in the same panels
+    pack         the module's function that packs a weight in memory
+    pack_blocks  the one that packs a weight in blocks
     """
 
     shape: tuple[int, int]
     values: Tensor
     scales: Tensor
+    pack: Callable[..., None]
+    pack_blocks: Callable[..., None]
 
     @staticmethod
     def allocate(out_size: int, in_size: int) -> PackedInt8:
+        """The weight of `linear_int8_native`, whose scales are those of a group, then its sum."""
         assert native is not None
         outputs, groups = -(-out_size // PANEL) * PANEL, -(-in_size // GROUP)
-        values = torch.empty(outputs, groups * GROUP, dtype=torch.int8)
         return PackedInt8(
-            (out_size, in_size), values, torch.empty(outputs, groups * (3 if native.pairs_are_limited() else 2))
+            (out_size, in_size),
+            torch.empty(outputs, groups * GROUP, dtype=torch.int8),
+            torch.empty(outputs, groups * (3 if native.pairs_are_limited() else 2)),
+            native.pack_int8,
+            native.pack_int8_blocks,
         )
 
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.scales.isfinite().all())
+
     def split(self, sizes: list[int]) -> list[PackedInt8]:
         """Views of so many rows each: multiples of PANEL, but for the last."""
         starts = [0, *accumulate(sizes)]
         assert all(start % PANEL == 0 for start in starts[:-1])
+        places = [slice(start, start + -(-size // PANEL) * PANEL) for start, size in zip(starts, sizes, strict=False)]
         return [
-            PackedInt8((size, self.shape[1]), self.values[start:], self.scales[start:])
-            for start, size in zip(starts, sizes, strict=False)
+            replace(self, shape=(size, self.shape[1]), values=self.values[place], scales=self.scales[place])
+            for size, place in zip(sizes, places, strict=True)
         ]
 
     def copy_(self, weight: Tensor) -> None:
         """Pack rows [out, in] of any floating point dtype."""
-        assert native is not None
         assert weight.shape == self.shape
-        _pack(weight if weight.dtype in DTYPES else weight.float(), native.pack_int8, self.values, self.scales)
+        weight = (weight if weight.dtype in DTYPES else weight.float()).contiguous()
+        self.pack(DTYPES[weight.dtype], weight.data_ptr(), *self._addresses())
+
+    def copy_blocks(self, kind: str, blocks: Tensor, table: tuple[int, ...] | None) -> None:
+        """Pack rows in the blocks of a GGUF file, as `read_values` would read them.
+
+        Raises ValueError if they are not as many as these rows need.
+        """
+        assert blocks.dtype == torch.uint8
+        assert blocks.is_contiguous()
+        codes = table_tensor(table)
+        self.pack_blocks(KINDS.index(kind), blocks.data_ptr(), blocks.nbytes, address(codes), *self._addresses())
+
+    def _addresses(self) -> tuple[int, int, int, int]:
+        out_size, in_size = self.shape
+        return self.values.data_ptr(), self.scales.data_ptr(), in_size, out_size
 
 
 def linear_int8_native(weight: Tensor | PackedInt8, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     assert native is not None
-    packed = weight if isinstance(weight, PackedInt8) else PackedInt8.allocate(*weight.shape)
-    if isinstance(weight, Tensor):
-        packed.copy_(weight)
+    packed = as_packed(weight, PackedInt8.allocate)
     return NativeInt8(*packed.shape[::-1], (packed.values, packed.scales), bias, use, native.linear_int8)
 
 
-def pack_int8(weight: Tensor, pack: Callable[..., None], num_values: int, num_scales: int) -> tuple[Tensor, Tensor]:
-    """Return a weight's values, packed by one of the module's functions, and its scales."""
-    values, scales = torch.empty(num_values, dtype=torch.int8), torch.empty(num_scales)
-    _pack(weight, pack, values, scales)
-    return values, scales
-
-
-def _pack(weight: Tensor, pack: Callable[..., None], values: Tensor, scales: Tensor) -> None:
-    assert takes(weight)
-    out_size, in_size = weight.shape
-    pack(DTYPES[weight.dtype], weight.data_ptr(), values.data_ptr(), scales.data_ptr(), in_size, out_size)
+def as_packed(weight: Tensor | PackedInt8, allocate: Callable[[int, int], PackedInt8]) -> PackedInt8:
+    if isinstance(weight, PackedInt8):
+        return weight
+    packed = allocate(*weight.shape)
+    packed.copy_(weight)
+    return packed

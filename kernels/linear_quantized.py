@@ -18,7 +18,7 @@ from torch.nn import functional
 from .activate import Activation, activate
 from .grouped_weight import GroupedWeight
 from .linear import PANEL, PLAIN, Linear, NativeLinear, Use, linear
-from .linear_int8 import pack_int8
+from .linear_int8 import PackedInt8, as_packed
 from .native_module import native
 
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -94,13 +94,25 @@ def has_native_int8_weight() -> bool:
     return native is not None and native.instruction_set() == "amx"
 
 
-def linear_int8_weight_native(weight: Tensor, bias: Tensor | None, use: Use = PLAIN) -> Linear:
+def packed_int8_weight(out_size: int, in_size: int) -> PackedInt8:
+    """The weight of `linear_int8_weight_native`, which has a scale for every output."""
+    assert native is not None
+    outputs, depth = -(-out_size // PANEL) * PANEL, -(-in_size // DEPTH) * DEPTH
+    return PackedInt8(
+        (out_size, in_size),
+        torch.empty(outputs, depth, dtype=torch.int8),
+        torch.empty(outputs, 1),
+        native.pack_int8_weight,
+        native.pack_int8_weight_blocks,
+    )
+
+
+def linear_int8_weight_native(weight: Tensor | PackedInt8, bias: Tensor | None, use: Use = PLAIN) -> Linear:
     """`linear_int8_weight` by the matrix unit of AMX: activations are rounded to bfloat16, sums are float32.
 
     Activations are rounded once. A product has x's dtype, a head's too.
     """
     assert native is not None
-    out_size, in_size = weight.shape
-    panels, depth = -(-out_size // PANEL), -(-in_size // DEPTH) * DEPTH
-    packed = pack_int8(weight, native.pack_int8_weight, panels * depth * PANEL, panels * PANEL)
-    return NativeLinear(in_size, out_size, packed, bias, Use(use.activation), native.linear_int8_weight)
+    packed = as_packed(weight, packed_int8_weight)
+    parts = packed.values, packed.scales
+    return NativeLinear(*packed.shape[::-1], parts, bias, Use(use.activation), native.linear_int8_weight)

@@ -449,7 +449,7 @@ class Decoder:
             embedding, head = (rows.taking(self._vocabulary.index()) for rows in (embedding, head))
         table = weights.table(embedding, hidden, is_tied)
         self._embedding_scale = config.embedding_scale / (scale if is_tied else 1.0)
-        self._head = weights.head(head, hidden, config.head_bias, tied_to=table if is_tied else None)
+        self._head = weights.head(head, hidden, config.head_bias, tied_to=(embedding, table) if is_tied else None)
         self._embedding = ops.embedding(table, self._head if is_tied else None, weights.dtype)
         kinds = list(dict.fromkeys(config.rotations))
         self._ropes = [Rope(kind, config.head_dim, weights.device) for kind in kinds]

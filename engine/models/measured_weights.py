@@ -88,8 +88,10 @@ class MeasuredWeights(Weights):
         self._table_rows = rows.size
         self.num_bytes += round(made.nbytes * rows.size / made.shape[0])
 
-    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Weight | None) -> Linear:
+    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: tuple[Rows, Weight] | None) -> Linear:
         fewer = _shortened(rows, hidden_size)
+        if tied_to is not None:
+            tied_to = _shortened(tied_to[0], hidden_size), tied_to[1]
         made = super().head(fewer, hidden_size, has_bias, tied_to)
         self.num_bytes += round(bytes_of(made) * rows.size / fewer.size)
         return made

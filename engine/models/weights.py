@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ FORMATS = {
     "F8_E5M2": torch.float8_e5m2,
 }
 ROUNDED_TOGETHER = 64  # inputs of a product in int8
+PACKED_AT_ONCE = 1 << 23  # values of a matrix, as much of whose file is resident meanwhile
 NUM_READERS = 2  # threads that decode what comes next while the last piece is copied
 
 A = TypeVar("A")
@@ -132,6 +133,11 @@ class Rows:
         return (
             self.factor[part].float() if isinstance(self.factor, Tensor) and self.factor.dim() else float(self.factor)
         )
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether there is neither an offset nor a factor."""
+        return not self.offset and not isinstance(self.factor, Tensor) and self.factor == 1
 
     def changed(self, tensor: Tensor, part: slice) -> Tensor:
         """Some rows of the checkpoint, in order, with the offset and the factor."""
@@ -208,8 +214,22 @@ class Checkpoint:
         source = stored
         if rows.columns is not None and len(wanted) > 1:
             stored = stored.columns(slice(rows.columns.start, rows.columns.stop))
-        parts = list(pieces(tuple(place.shape), VALUES_AT_ONCE))
-        places = place.split([part.stop - part.start for part in parts]) if place.shape else [place]
+        if isinstance(place, PackedInt8) and rows.is_unchanged and _has_readable_blocks(stored):
+            for part, target in _in_pieces(place, PACKED_AT_ONCE):
+                _pack_blocks(stored, rows, part, target)
+                source.release()
+        else:
+            self._read_values(place, name, stored, rows, source)
+        if isinstance(place, PackedInt8) and not place.is_finite:
+            raise ConfigError(f"tensor {name} has {NOT_FINITE}")
+        self._done += source.num_bytes
+        self._progress("loading weights", self._done, self._total)
+
+    def _read_values(self, place: Weight, name: str, stored: StoredTensor, rows: Rows, source: StoredTensor) -> None:
+        """Fill a place by way of values or groups in its file's format, some rows at a time.
+
+        source  the tensor of which `stored` may be some columns
+        """
         form = None if stored.grouping is None else GroupedFormat(*astuple(stored.grouping))
         dtype = _dtype(name, stored)
 
@@ -218,17 +238,17 @@ class Checkpoint:
             if isinstance(target, GroupedWeight) and target.format == form:
                 return _grouped(name, stored, rows, part, target)
             weight = rows.changed(_whole(stored, rows, part, dtype), part)
-            _check_finite(name, weight, target)
+            if not isinstance(target, PackedInt8):
+                _check_finite(name, weight, target)
             return weight
 
-        for target, weight in zip(places, _ahead(self._readers, read, zip(places, parts, strict=True)), strict=True):
+        jobs = [(target, part) for part, target in _in_pieces(place, VALUES_AT_ONCE)]
+        for (target, _), weight in zip(jobs, _ahead(self._readers, read, jobs), strict=True):
             if isinstance(target, GroupedWeight) and isinstance(weight, Tensor):
                 weight = _packed(name, weight)
             if weight is not target:
                 target.copy_(weight)
             source.release()
-        self._done += source.num_bytes
-        self._progress("loading weights", self._done, self._total)
 
     def refuse_unread(self, is_inert: Callable[[str], bool]) -> None:
         """Raise ConfigError for a tensor that filled nothing, unless it is inert or a bias of zeros.
@@ -400,7 +420,7 @@ class Weights:
 
     def table(self, rows: Rows, in_size: int, is_multiplied: bool) -> Weight:
         """A matrix [size, in_size], in groups if the backend takes that. `is_multiplied`: it is the head, too."""
-        if is_multiplied:
+        if is_multiplied and not self.ops.packs_head_apart:
             return self._together([rows], in_size, self._kept(rows))
         form = self._tensors.format_of(rows.tensor_name("weight"))
         if self.ops.looks_up(form):
@@ -411,11 +431,13 @@ class Weights:
         """A matrix [size, in_size], never in groups."""
         return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 
-    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: Weight | None) -> Linear:
-        """The product that gives the logits. With `tied_to` its weight is that matrix, and is not read."""
-        weight = self._together([rows], hidden_size, self._kept(rows)) if tied_to is None else tied_to
+    def head(self, rows: Rows, hidden_size: int, has_bias: bool, tied_to: tuple[Rows, Weight] | None) -> Linear:
+        """The product that gives the logits. `tied_to`: where its weight is, and the embedding, if it is that."""
+        of_weight, table = tied_to or (rows, None)
+        if table is None or self.ops.packs_head_apart:
+            table = self._together([of_weight], hidden_size, self._kept(of_weight))
         bias = self.bias([rows]) if has_bias else None
-        return self.ops.linear(weight, bias, HEAD)
+        return self.ops.linear(table, bias, HEAD)
 
     def _stacked(self, rows: Sequence[Rows], in_size: int) -> list[Weight]:
         """Neighbours in the same format together: in groups if the backend keeps that, else whole."""
@@ -471,6 +493,25 @@ def _dtype(name: str, stored: StoredTensor) -> torch.dtype:
     if stored.encoding not in FORMATS:
         raise ConfigError(f"tensor {name} is stored as {stored.encoding}; supported: {', '.join(FORMATS)}")
     return FORMATS[stored.encoding]
+
+
+def _in_pieces(place: Weight, values_at_once: int) -> Iterator[tuple[slice, Any]]:
+    """Rows of a place, about so many values at a time, and which ones they are."""
+    parts = list(pieces(tuple(place.shape), values_at_once))
+    places = place.split([part.stop - part.start for part in parts]) if place.shape else [place]
+    return zip(parts, places, strict=True)
+
+
+def _has_readable_blocks(stored: StoredTensor) -> bool:
+    blocks = stored.blocks(slice(0, 0))
+    return blocks is not None and stored.grouping is not None and reads_blocks(blocks[0])
+
+
+def _pack_blocks(stored: StoredTensor, rows: Rows, part: slice, target: PackedInt8) -> None:
+    blocks = stored.blocks(rows.index(part))
+    assert blocks is not None
+    assert stored.grouping is not None
+    target.copy_blocks(blocks[0], torch.from_numpy(blocks[1]), stored.grouping.table)
 
 
 def _whole(stored: StoredTensor, rows: Rows, part: slice, dtype: torch.dtype) -> Tensor:

@@ -42,10 +42,8 @@ namespace {
 
 }  // namespace
 
-void pack_int8_weight_amx(ThreadPool& pool, Dtype dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out) {
-    with_type(dtype, [&](auto type) {
-        pack_int8_weight(pool, static_cast<const decltype(type)*>(weight), packed, scales, in, out);
-    });
+void pack_int8_weight_amx(ThreadPool& pool, const WeightRows& rows, int8_t* packed, float* scales) {
+    pack_int8_weight(pool, rows, packed, scales);
 }
 
 void linear_int8_weight_amx(ThreadPool& pool, Dtype dtype, const LinearArgs& args) {

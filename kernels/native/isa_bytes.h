@@ -15,12 +15,7 @@ namespace {
 
 constexpr void set_byte_ops(Ops& ops) {
     ops.pairs_are_limited = PAIRS_ARE_LIMITED;
-    ops.pack_int8 = [](ThreadPool& pool, Dtype dtype, const void* weight, int8_t* packed, float* scales, int64_t in,
-                       int64_t out) {
-        with_type(dtype, [&](auto type) {
-            pack_int8(pool, static_cast<const decltype(type)*>(weight), packed, scales, in, out);
-        });
-    };
+    ops.pack_int8 = pack_int8;
     ops.linear_int8 = [](ThreadPool& pool, Dtype dtype, const LinearArgs& args) {
         with_type(dtype, [&](auto type) { linear_int8<decltype(type)>(pool, args); });
     };

@@ -11,34 +11,42 @@
 constexpr int64_t WEIGHT_GROUP = PAIRS_ARE_LIMITED ? GROUP / 2 : GROUP;
 constexpr int64_t SCALES = GROUP / WEIGHT_GROUP;
 
-template <typename T>
-void pack_int8(ThreadPool& pool, const T* weight, int8_t* packed, float* scales, int64_t in, int64_t out) {
-    int64_t groups = ceil_div(in, GROUP);
-    pool.run(static_cast<int>(ceil_div(out, PANEL)), [&](int panel) {
+// Packs one group of an output's inputs. Returns its scale times the sum of its values.
+inline float pack_group(const float* values, int8_t* bytes, float* scale) {
+    Floats most{}, poison{}, total{};
+    for (int64_t i = 0; i < WEIGHT_GROUP; i += LANES) {
+        Floats part = load(values + i);
+        most = max(max(part, -part), most);
+        poison += part * 0.0f;  // NaN or infinity
+    }
+    float limit = greatest(most);
+    for (int64_t i = 0; PAIRS_ARE_LIMITED && i < WEIGHT_GROUP; i += 2)
+        limit = std::max(limit, std::fabs(values[i] + values[i + 1]) * (127.0f / 127.99f));
+    float inverse = limit > 0 ? 127.0f / limit : 0.0f;
+    int8_t rounded[WEIGHT_GROUP];
+    for (int64_t i = 0; i < WEIGHT_GROUP; i += LANES) {
+        store(rounded + i, load(values + i) * inverse);
+        total += load(rounded + i);
+    }
+    for (int64_t i = 0; i < WEIGHT_GROUP; i += 4) std::memcpy(bytes + i * PANEL, rounded + i, 4);
+    *scale = limit / 127.0f + sum(poison);
+    return *scale * sum(total);
+}
+
+void pack_int8(ThreadPool& pool, const WeightRows& rows, int8_t* packed, float* scales) {
+    int64_t groups = ceil_div(rows.in, GROUP);
+    pool.run(static_cast<int>(ceil_div(rows.out, PANEL)), [&](int panel) {
+        std::vector<float> row(groups * GROUP);
         int8_t* bytes = packed + panel * groups * GROUP * PANEL;
         float* panel_scales = scales + panel * groups * (SCALES + 1) * PANEL;
         for (int64_t column = 0; column < PANEL; column++) {
-            int64_t row = panel * PANEL + column;
+            rows(panel * PANEL + column, row.data());
             for (int64_t group = 0; group < groups; group++) {
                 float* to = panel_scales + group * (SCALES + 1) * PANEL + column;
                 float sum = 0;
                 for (int64_t part = 0; part < SCALES; part++) {
                     int64_t first = group * GROUP + part * WEIGHT_GROUP;
-                    float values[WEIGHT_GROUP] = {}, most = 0, total = 0;
-                    for (int64_t i = 0; i < WEIGHT_GROUP && row < out && first + i < in; i++)
-                        values[i] = to_float(weight[row * in + first + i]);
-                    for (int64_t i = 0; i < WEIGHT_GROUP; i += 2) {
-                        float one = values[i], other = values[i + 1], both = PAIRS_ARE_LIMITED ? one + other : 0.0f;
-                        most = std::max({most, std::fabs(one), std::fabs(other), std::fabs(both) * (127.0f / 127.99f)});
-                    }
-                    float inverse = most > 0 ? 127.0f / most : 0.0f;
-                    for (int64_t i = 0; i < WEIGHT_GROUP; i++) {
-                        float whole = std::nearbyint(values[i] * inverse);
-                        bytes[((first + i) / 4 * PANEL + column) * 4 + i % 4] = static_cast<int8_t>(whole);
-                        total += whole;
-                    }
-                    to[part * PANEL] = most / 127.0f;
-                    sum += most / 127.0f * total;
+                    sum += pack_group(row.data() + first, bytes + first * PANEL + 4 * column, to + part * PANEL);
                 }
                 to[SCALES * PANEL] = sum;
             }

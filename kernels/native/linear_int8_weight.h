@@ -11,21 +11,48 @@ constexpr int64_t CHUNK = 9;           // steps whose weights are widened at onc
 constexpr int64_t CHUNK_OF_ONE = 2;    // the same for a single batch, so that memory does not wait for the unit
 constexpr int64_t FEW_ROWS = 2;        // are faster without the unit
 
-template <typename T>
-void pack_int8_weight(ThreadPool& pool, const T* weight, int8_t* packed, float* scales, int64_t in, int64_t out) {
-    int64_t depth = ceil_div(in, DEPTH) * DEPTH;
-    pool.run(static_cast<int>(ceil_div(out, PANEL)), [&](int panel) {
-        int8_t* bytes = packed + panel * depth * PANEL;
-        std::memset(bytes, 0, depth * PANEL);
-        for (int64_t column = 0; column < PANEL; column++) {
-            int64_t output = panel * PANEL + column;
-            float most = 0;
-            for (int64_t i = 0; i < in && output < out; i++) most = std::max(most, std::fabs(to_float(weight[output * in + i])));
-            float scale = most > 0 ? most / 127.0f : 1.0f;
-            scales[output] = scale;
-            for (int64_t i = 0; i < in && output < out; i++)
-                bytes[i * PANEL + column] = static_cast<int8_t>(std::nearbyint(to_float(weight[output * in + i]) / scale));
+// Stores 16 rows of 16 bytes as columns. Each of four passes puts a bit of the row's number behind those of the column's.
+PAGODA_INLINE void transpose(const int8_t* from, int64_t from_stride, int8_t* to, int64_t to_stride) {
+    __m128i rows[TILE], next[TILE];
+    for (int64_t i = 0; i < TILE; i++) rows[i] = _mm_loadu_si128((const __m128i*)(from + i * from_stride));
+    PAGODA_UNROLL
+    for (int pass = 0; pass < 4; pass++) {
+        PAGODA_UNROLL
+        for (int64_t i = 0; i < TILE / 2; i++) {
+            next[2 * i] = _mm_unpacklo_epi8(rows[i], rows[i + TILE / 2]);
+            next[2 * i + 1] = _mm_unpackhi_epi8(rows[i], rows[i + TILE / 2]);
         }
+        PAGODA_UNROLL
+        for (int64_t i = 0; i < TILE; i++) rows[i] = next[i];
+    }
+    for (int64_t i = 0; i < TILE; i++) _mm_storeu_si128((__m128i*)(to + i * to_stride), rows[i]);
+}
+
+// Rounds a row of `depth` numbers in steps of the scale that it returns. It is not finite where a number is not.
+inline float round_to_steps(const float* row, int64_t depth, int8_t* to) {
+    Floats most{}, poison{};
+    for (int64_t i = 0; i < depth; i += LANES) {
+        Floats part = load(row + i);
+        most = max(max(part, -part), most);
+        poison += part * 0.0f;
+    }
+    float limit = greatest(most), scale = limit > 0 ? limit / 127.0f : 1.0f;
+    for (int64_t i = 0; i < depth; i += LANES) store(to + i, load(row + i) / scale);
+    return scale + sum(poison);
+}
+
+void pack_int8_weight(ThreadPool& pool, const WeightRows& rows, int8_t* packed, float* scales) {
+    int64_t depth = ceil_div(rows.in, DEPTH) * DEPTH;
+    pool.run(static_cast<int>(ceil_div(rows.out, PANEL)), [&](int panel) {
+        std::vector<float> row(depth);
+        std::vector<int8_t> rounded(PANEL * depth);
+        for (int64_t column = 0; column < PANEL; column++) {
+            rows(panel * PANEL + column, row.data());
+            scales[panel * PANEL + column] = round_to_steps(row.data(), depth, rounded.data() + column * depth);
+        }
+        for (int64_t i = 0; i < depth; i += TILE)
+            for (int64_t column = 0; column < PANEL; column += TILE)
+                transpose(rounded.data() + column * depth + i, depth, packed + (panel * depth + i) * PANEL + column, PANEL);
     });
 }
 

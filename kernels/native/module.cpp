@@ -215,15 +215,78 @@ PyObject* sample(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return PyLong_FromLongLong(std::count(args.tokens, args.tokens + num_rows, UNSURE_DRAW));
 }
 
+// A weight [out, in] of a dtype, and one in the blocks of a GGUF file.
+struct DenseWeight {
+    Dtype dtype;
+    const void* values;
+    int64_t in;
+
+    static void read(const void* weight, int64_t row, float* to) {
+        auto& self = *static_cast<const DenseWeight*>(weight);
+        if (self.dtype == Dtype::float32) {
+            std::memcpy(to, static_cast<const float*>(self.values) + row * self.in, self.in * sizeof(float));
+            return;
+        }
+        auto* from = static_cast<const uint16_t*>(self.values) + row * self.in;
+        for (int64_t i = 0; i < self.in; i++) {
+            uint32_t bits = uint32_t{from[i]} << 16;
+            std::memcpy(to + i, &bits, sizeof bits);
+        }
+    }
+};
+
+struct BlockWeight {
+    Blocks kind;
+    const uint8_t* blocks;
+    const int8_t* table;
+    int64_t blocks_a_row, row_bytes;
+
+    static void read(const void* weight, int64_t row, float* to) {
+        auto& self = *static_cast<const BlockWeight*>(weight);
+        read_values(self.kind, self.blocks + row * self.row_bytes, self.blocks_a_row, self.table, to);
+    }
+};
+
 template <typename Op>
 PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) {
     Arguments next(values, count, 6);
-    Dtype dtype = next.dtype();
-    void* weight = next.address();
+    DenseWeight weight{};
+    weight.dtype = next.dtype();
+    weight.values = next.address();
+    int8_t* packed = next.address<int8_t>();
+    float* scales = next.address<float>();
+    int64_t out = 0;
+    weight.in = next.integer();
+    out = next.integer();
+    return run(next, [=] { op(pool, WeightRows{DenseWeight::read, &weight, weight.in, out}, packed, scales); });
+}
+
+// Counts blocks; -1 if they are not what so many weights need, or if there is no such kind.
+int64_t count_blocks(Blocks kind, int64_t num_bytes, int64_t num_weights) {
+    if (kind < Blocks{} || kind >= Blocks::count) return -1;
+    return with_layout(kind, [=](auto layout) {
+        using L = decltype(layout);
+        return num_bytes % L::BYTES == 0 && num_weights == num_bytes / L::BYTES * L::SIZE ? num_bytes / L::BYTES : -1;
+    });
+}
+
+template <typename Op>
+PyObject* pack_int8_blocks_by(PyObject* const* values, Py_ssize_t count, const Op& op) {
+    Arguments next(values, count, 8);
+    BlockWeight weight{};
+    weight.kind = static_cast<Blocks>(next.integer());
+    weight.blocks = next.address<uint8_t>();
+    int64_t num_bytes = next.integer();
+    weight.table = next.address<int8_t>();
     int8_t* packed = next.address<int8_t>();
     float* scales = next.address<float>();
     int64_t in = next.integer(), out = next.integer();
-    return run(next, [=] { op(pool, dtype, weight, packed, scales, in, out); });
+    if (next.failed()) return nullptr;
+    weight.row_bytes = out > 0 ? num_bytes / out : 0;
+    weight.blocks_a_row = count_blocks(weight.kind, weight.row_bytes, in);
+    if (weight.blocks_a_row < 0 || weight.row_bytes * out != num_bytes)
+        return PyErr_Format(PyExc_ValueError, "blocks and weights differ in their sizes");
+    return run(next, [=] { op(pool, WeightRows{BlockWeight::read, &weight, in, out}, packed, scales); });
 }
 
 enum class Scales { apart, inside };  // where a packed weight has its scales
@@ -269,6 +332,10 @@ PyObject* multiply(PyObject* const* values, Py_ssize_t count, Scales scales, con
 
 PyObject* pack_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return pack_int8_by(values, count, ops->pack_int8);
+}
+
+PyObject* pack_int8_blocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return pack_int8_blocks_by(values, count, ops->pack_int8);
 }
 
 PyObject* linear_int8(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -337,11 +404,7 @@ PyObject* quantize_int4(PyObject*, PyObject* const* values, Py_ssize_t count) {
 template <typename Read>
 PyObject* read_blocks(const Arguments& arguments, Blocks kind, int64_t num_bytes, int64_t num_weights, const Read& read) {
     if (arguments.failed()) return nullptr;
-    if (kind < Blocks{} || kind >= Blocks::count) return PyErr_Format(PyExc_ValueError, "no kind of block");
-    int64_t count = with_layout(kind, [=](auto layout) {
-        using L = decltype(layout);
-        return num_bytes % L::BYTES == 0 && num_weights == num_bytes / L::BYTES * L::SIZE ? num_bytes / L::BYTES : -1;
-    });
+    int64_t count = count_blocks(kind, num_bytes, num_weights);
     if (count < 0) return PyErr_Format(PyExc_ValueError, "blocks and weights differ in their sizes");
     Py_BEGIN_ALLOW_THREADS;
     read(count);
@@ -436,6 +499,10 @@ PyObject* pack_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count)
     return pack_int8_by(values, count, pack_int8_weight_amx);
 }
 
+PyObject* pack_int8_weight_blocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    return pack_int8_blocks_by(values, count, pack_int8_weight_amx);
+}
+
 PyObject* linear_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return multiply(values, count, Scales::apart, linear_int8_weight_amx);
 }
@@ -528,6 +595,7 @@ PyMethodDef methods[] = {
     OP(mask_rows),
     OP(sample),
     OP(pack_int8),
+    OP(pack_int8_blocks),
     OP(linear_int8),
     OP(embedding_int8),
     OP(grouped_bytes),
@@ -544,6 +612,7 @@ PyMethodDef methods[] = {
     OP(weigh_experts),
 #if defined(PAGODA_HAS_AMX)
     OP(pack_int8_weight),
+    OP(pack_int8_weight_blocks),
     OP(linear_int8_weight),
 #endif
     {"begin_recording", begin_recording, METH_NOARGS, nullptr},

@@ -70,6 +70,21 @@ struct DrawArgs {
     bool only_likeliest;            // -1 instead of any other token that is drawn
 };
 
+// A weight [out, in] of which several threads read rows as float32, whatever form they have in memory.
+struct WeightRows {
+    void (*read)(const void* weight, int64_t row, float* to);
+    const void* weight;
+    int64_t in, out;
+
+    // Writes a row's `in` numbers; zeros beyond the last row.
+    void operator()(int64_t row, float* to) const {
+        if (row < out)
+            read(weight, row, to);
+        else
+            std::fill(to, to + in, 0.0f);
+    }
+};
+
 enum class Function { none, silu, gelu_tanh, gelu, relu, relu2, clamped_silu, xielu };  // FUNCTIONS in activate.py
 
 struct Activation {
@@ -137,7 +152,8 @@ struct Ops {
     void (*mask_rows)(ThreadPool&, float* x, const int64_t* rows, const uint32_t* masks, int64_t count, int64_t size);
     // Unsure are draws that the rounding of a logarithm or of a sum may decide, and those of a top_k beyond MOST_TOP_K.
     void (*draw)(ThreadPool&, Dtype, const DrawArgs&);
-    void (*pack_int8)(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
+    // A scale is not finite where a weight is not.
+    void (*pack_int8)(ThreadPool&, const WeightRows&, int8_t* packed, float* scales);
     void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
     void (*embedding_int8)(ThreadPool&, Dtype, const int64_t* ids, const int8_t* packed, const float* scales, void* out, int64_t count, int64_t in);
     int64_t (*grouped_bytes)(Grouped, int64_t in, int64_t out);
@@ -164,7 +180,7 @@ std::vector<const Ops*> usable_ops();
 #define PAGODA_HAS_AMX 1
 bool may_use_amx();
 void paged_attention_amx(ThreadPool&, const AttentionArgs&);
-void pack_int8_weight_amx(ThreadPool&, Dtype, const void* weight, int8_t* packed, float* scales, int64_t in, int64_t out);
+void pack_int8_weight_amx(ThreadPool&, const WeightRows&, int8_t* packed, float* scales);
 void linear_int8_weight_amx(ThreadPool&, Dtype, const LinearArgs&);
 #endif
 

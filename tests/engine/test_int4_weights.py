@@ -37,6 +37,7 @@ from pagoda_server.kernels import (
     Recorder,
     Use,
     has_native,
+    has_native_int8_weight,
     load_backend,
 )
 from pagoda_server.kernels.backend import REFERENCE
@@ -89,6 +90,24 @@ def test_an_embedding_stays_in_groups_where_products_are_in_another_format(tmp_p
     assert isinstance(weights.table(rows, 64, is_multiplied=True), Tensor)
     unquantized = Weights(Checkpoint(folder), load_backend("reference", UNQUANTIZED), CPU, torch.bfloat16)
     assert isinstance(unquantized.table(rows, 64, is_multiplied=False), Tensor)
+
+
+@pytest.mark.skipif(not has_native_int8_weight(), reason="needs a processor with AMX for bfloat16")
+def test_a_head_is_packed_apart_from_the_embedding_whose_values_it_would_round(tmp_path: Path) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    model.kinds["token_embd.weight"] = Kind.Q8_0
+    import_gguf(model.write(tmp_path / GGUF), tmp_path, no_progress)
+    ops = load_backend("native", "int8-weight")
+    weights = Weights(Checkpoint(tmp_path), ops, CPU, torch.bfloat16)
+    rows = Rows("model.embed_tokens", 264)
+    table = weights.table(rows, 64, is_multiplied=True)
+    head = weights.head(Rows("lm_head", 264), 64, False, tied_to=(rows, table))
+    stored = torch.from_numpy(open_weights(tmp_path)["model.embed_tokens.weight"].whole(slice(None)))
+    assert isinstance(table, GroupedWeight)
+    assert weights.num_bytes < 2.4 * stored.numel()  # about a byte for each value, twice
+    ids, x = torch.tensor([263, 0, 5]), torch.randn(3, 64)
+    assert torch.equal(ops.embedding(table, head, torch.float32)(ids), stored[ids])
+    assert torch.equal(head(x), ops.linear(stored, None)(x))
 
 
 def reference_int4() -> Backend:

@@ -35,7 +35,7 @@ def test_compiled_rows_of_a_tied_head_are_those_of_the_reference(
         assert found.dtype == torch.float32
         # A value half-way between two steps may be rounded to either.
         torch.testing.assert_close(found, expected, atol=1.01 * step, rtol=0)
-        assert ((found - expected).abs() > 1e-5 * step).float().mean() < 0.01 or not len(chosen)
+        assert ((found - expected).abs() > 1e-5 * step).float().mean() < 0.02 or not len(chosen)
 
 
 def test_a_table_that_is_not_tied_stays_whole() -> None:

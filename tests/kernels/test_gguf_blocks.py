@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from pagoda_server.checkpoints.gguf_blocks import READERS
-from pagoda_server.kernels import GroupedFormat, GroupedWeight
+from pagoda_server.kernels import GroupedFormat, GroupedWeight, PackedInt8, has_native_int8_weight
 from pagoda_server.kernels.gguf_blocks import KINDS, read_groups, read_values, reads_blocks
+from pagoda_server.kernels.linear_quantized import packed_int8_weight
 
 from ..checkpoints.test_gguf_blocks import SIZES, random_blocks
 
@@ -50,3 +52,45 @@ def test_blocks_that_do_not_fill_their_place_are_refused(kind: str) -> None:
             read_groups(kind, blocks, place)
         with pytest.raises(ValueError, match="differ in their sizes"):
             read_values(kind, blocks, reader.grouping.table, whole)
+
+
+ALLOCATE = [PackedInt8.allocate, *([packed_int8_weight] if has_native_int8_weight() else [])]
+
+
+@pytest.mark.parametrize("allocate", ALLOCATE)
+@pytest.mark.parametrize("kind", READERS)
+def test_blocks_are_packed_in_int8_as_their_values_are(kind: str, allocate: Callable[[int, int], PackedInt8]) -> None:
+    encoded, reader = random_blocks(kind, 70, 3), READERS[kind]
+    blocks, in_size = torch.from_numpy(encoded.reshape(len(encoded), -1)), 3 * SIZES[kind][0]
+    place, expected = allocate(70, in_size), allocate(70, in_size)
+    for part, rows in zip(place.split([32, 38]), blocks.split([32, 38]), strict=True):
+        part.copy_blocks(kind, rows.contiguous(), reader.grouping.table)
+    expected.copy_(torch.from_numpy(reader.read(encoded).dequantize(reader.grouping)))
+    assert place.is_finite
+    assert torch.equal(place.values, expected.values)
+    assert torch.equal(place.scales, expected.scales)
+
+
+@pytest.mark.parametrize("allocate", ALLOCATE)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_packed_weight_shows_that_a_value_was_not_finite(
+    value: float, allocate: Callable[[int, int], PackedInt8]
+) -> None:
+    weight, place = torch.randn(40, 100), allocate(40, 100)
+    place.copy_(weight)
+    assert place.is_finite
+    weight[39, 99] = value
+    place.copy_(weight)
+    assert not place.is_finite
+
+
+@pytest.mark.parametrize("allocate", ALLOCATE)
+@pytest.mark.parametrize("kind", READERS)
+def test_blocks_that_are_not_those_of_a_packed_weight_are_refused(
+    kind: str, allocate: Callable[[int, int], PackedInt8]
+) -> None:
+    encoded, place = random_blocks(kind, 2, 4), allocate(2, 4 * SIZES[kind][0])
+    for bad in (encoded[:, :3], encoded[:1], encoded[..., :-1]):
+        blocks = torch.from_numpy(np.ascontiguousarray(bad).reshape(len(bad), -1))
+        with pytest.raises(ValueError, match="differ in their sizes"):
+            place.copy_blocks(kind, blocks, READERS[kind].grouping.table)

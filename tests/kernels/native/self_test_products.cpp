@@ -111,7 +111,11 @@ public:
                       ceil_div(shape.out, PANEL) * PANEL * ceil_div(shape.in, GROUP) * (GROUP / int8_group(on) + 1), random) {}
 
     void pack() override {
-        on_.ops.pack_int8(on_.pool, on_.dtype, values_.data(), reinterpret_cast<int8_t*>(packed_.data()), scales_.data(), shape_.in, shape_.out);
+        auto read = [](const void* weight, int64_t row, float* to) {
+            auto& self = *static_cast<const Int8Weight*>(weight);
+            for (int64_t i = 0; i < self.shape_.in; i++) to[i] = static_cast<float>(self.at(row, i));
+        };
+        on_.ops.pack_int8(on_.pool, {read, this, shape_.in, shape_.out}, reinterpret_cast<int8_t*>(packed_.data()), scales_.data());
     }
     void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_int8(pool, on_.dtype, args); }
 
