@@ -151,7 +151,8 @@ def test_nothing_unpickles() -> None:
 @pytest.mark.parametrize(
     ("process", "not_loaded"),
     [
-        ("router.process.main", {"torch", "transformers", "numpy", "starlette", "uvicorn", "prometheus_client"}),
+        ("router.process.main", {"pagoda_server.router.process.router"}),  # which loads while the engine does
+        ("router.process.router", {"torch", "transformers", "numpy", "starlette", "uvicorn", "prometheus_client"}),
         ("engine.serving.main", {"torch", "transformers", "numpy", "grpc"}),
     ],
 )

@@ -65,9 +65,10 @@ def run(config: EngineConfig) -> int:
         fingerprint = OneThread("fingerprint").submit(lambda: weights_fingerprint(folder))  # while the model is loaded
         runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
         speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()
-        gc.collect()
         gc.enable()
-        gc.freeze()  # else a full collection, in the middle of any step, walks the 170,000 objects that torch made
+        # Else a full collection, in the middle of any step, walks the 170,000 objects that torch made. Few of them are
+        # garbage, so none comes before: it would take as long.
+        gc.freeze()
         return event_loop.run(_serve(config, folder, runner, fingerprint.result(), speculation, engine, trust))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -37,6 +37,7 @@ RETRY_AFTER_S = (0.1, 30.0)  # the least and the most that is suggested to a cli
 PING_S, PING_PART = 1.0, 1 / 32
 # An engine becomes suspect after so many seconds without an answer, or this part of a short hang timeout.
 SUSPECT_S, SUSPECT_PART = 1.0, 1 / 8
+RECONNECT_SPAWNED_S = 0.02  # an engine that this server has started listens on this host, and each start waits for it
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
 
 
@@ -268,12 +269,14 @@ class EngineChannel:
 
     def _pause_after_fault(self) -> float:
         self.standing.served(self._served_s)
-        return RECONNECT_S if self._is_supervised else self.standing.strike(RECONNECT_S)
+        return RECONNECT_SPAWNED_S if self._is_supervised else self.standing.strike(RECONNECT_S)
 
     def _pause_after_death(self) -> float:
         """One that greets and dies young again and again gets a growing pause; one that has not come up gets none."""
         self.standing.served(self._served_s)
-        if self._is_supervised or self.says_goodbye or not self._checks.has_greeted or self._served_s >= PROVEN_S:
+        if self._is_supervised:
+            return RECONNECT_SPAWNED_S
+        if self.says_goodbye or not self._checks.has_greeted or self._served_s >= PROVEN_S:
             return RECONNECT_S
         return self.standing.strike(RECONNECT_S, is_first_free=True)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model, hold
 from ...runtime import event_loop
@@ -24,9 +25,11 @@ from ..errors import ConfigError
 from ..tenants.identity import read_tenants
 from .call_guard import GRPC_LOGGER, is_worth_logging
 from .public_port import check_exposure
-from .router import Router, import_traces
 from .supervisor import ChildFailedError, spawned_engine
 from .workers import ParentLink, WorkerConfig, Workers
+
+if TYPE_CHECKING:
+    from .router import Router
 
 log = logging.getLogger("pagoda.router")
 
@@ -55,7 +58,7 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
             event_loop.run(Workers(named, folders).run())
         else:
             with spawned_engine(named, model.folder) as engine:
-                _run(Router(named, folders, engine))
+                _run(lambda router: router(named, folders, engine))
 
     return _exit_code_of(run, config)
 
@@ -67,6 +70,8 @@ def check(config: ServeConfig) -> None:
     check_exposure(config)
     channel_trust(config)
     if config.otlp_endpoint:
+        from .router import import_traces
+
         import_traces()
     if config.tenants_file:
         read_tenants(Path(config.tenants_file))
@@ -83,7 +88,8 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
         wait_until_read(trust.name, trust.paths, trust.read, TrustError, log)
         folders = {name: Path(folder) for name, folder in config.folders.items()}
         socket = Path(config.socket)
-        _run(Router(config.serve, folders, None, parent, config.index, socket, config.spawned, config.replaces))
+        arguments = config.serve, folders, None, parent, config.index, socket, config.spawned, config.replaces
+        _run(lambda router: router(*arguments))
 
     return _exit_code_of(run, config.serve)
 
@@ -110,13 +116,16 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
     return 0
 
 
-def _run(router: Router) -> None:
+def _run(make: Callable[[type[Router]], Router]) -> None:
     """Run the router with rare garbage collection, and give its event loop the interpreter soon.
 
     What is in memory now stays, and tokens come and go without reference cycles. With Python's default thresholds,
     collections held up the streams for 10 ms and more. A thread that parses or tokenizes something large gives way to
     the event loop after the switch interval: at Python's default of 5 ms the streams waited for 100 ms and more.
     """
+    from .router import Router  # only now: it takes a while, in which a spawned engine starts
+
+    router = make(Router)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
