@@ -170,7 +170,8 @@ class View:
     def __init__(self, engine: Engine, cached_bits: CachedBits, clock: Callable[[], float]) -> None:
         machine = engine.machine
         self.engine = engine
-        self.name = engine.name
+        self.name = self.address = engine.name
+        self.block_layout = b""  # engines fetch nothing from each other
         self.max_num_seqs = machine.max_num_seqs
         self._prefill_tokens_per_s = machine.token_budget / (machine.base_s + machine.token_s * machine.token_budget)
         info = control_pb2.EngineInfo(kv_cache={"num_blocks": machine.num_strides, "block_size": STRIDE})

@@ -35,6 +35,7 @@ class Certificates:
     authorities       PEM of those that sign the other end's certificate
     context           the same files as a TLS client presents and checks them
     expires           when this end's certificate does, in seconds since 1970
+    is_clients        whether this end's certificate is a client's, perhaps beside a server's
     """
 
     certificate: bytes
@@ -42,6 +43,7 @@ class Certificates:
     authorities: bytes
     context: ssl.SSLContext = field(compare=False)
     expires: float = field(compare=False)
+    is_clients: bool = field(compare=False)
 
     @property
     def has_expired(self) -> bool:
@@ -176,7 +178,14 @@ def _certificates(certificate: Path, key: Path, authorities: Path, is_engine: bo
         raise TrustError(f"{pair}: not a certificate for {role}: {error.verify_message}") from None
     except OSError as error:
         raise TrustError(f"{pair}: {getattr(error, 'reason', None) or error}") from None
-    return Certificates(own, own_key, signers, context, expires)
+    return Certificates(own, own_key, signers, context, expires, not is_engine or _is_clients(certificate, key))
+
+
+def _is_clients(certificate: Path, key: Path) -> bool:
+    with contextlib.suppress(ssl.SSLCertVerificationError):
+        _expiry_of_own(certificate, key, is_engine=False)
+        return True
+    return False
 
 
 def _expiry_of_own(certificate: Path, key: Path, is_engine: bool) -> float:

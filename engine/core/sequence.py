@@ -117,6 +117,14 @@ class Readout:
         return range(max(start, first), min(end, behind))
 
 
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """Another engine, by its address, and how many of a prompt's tokens it is expected to have cached."""
+
+    address: str
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """What a client asked for, as far as its sequences have it in common. Requests are compared by identity.
@@ -130,6 +138,7 @@ class Request:
     request_id     the client's name for it
     shares_prompt  it has several sequences: the first computes the prompt for all
     readout        what else is wanted of the prompt; None: nothing
+    lender         an engine that has the first tokens of the prompt cached; None: none is known
     """
 
     prompt_len: int
@@ -145,6 +154,7 @@ class Request:
     request_id: str = ""
     shares_prompt: bool = False
     readout: Readout | None = None
+    lender: Lender | None = None
 
     @property
     def in_line_since(self) -> float:

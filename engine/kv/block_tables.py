@@ -131,8 +131,7 @@ class BlockTables:
     def commit(self, plan: StepPlan) -> None:
         """Note that the oldest plan has been computed."""
         self._copies.commit(plan.copies)
-        if self._host.stored is not None:
-            self._host.stored.committed(plan)
+        self._host.committed(plan)
 
     def _affordable_prefix(self, seq: Sequence, length: int, num_running: int) -> Prefix | None:
         # Each running sequence keeps a spare block, or the new one would be preempted as soon as the others grow. This

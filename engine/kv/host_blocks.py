@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from ..core.sequence import Sequence, State
 from ..core.step import Chunk, StepPlan
 from ..timing.cost_model import CostModel
-from .arrivals import Arrivals
+from .arrivals import Arrivals, Peers
 from .block_store import BlockStore
 from .blocks import BlockPool
 from .host_cache import HostCache
+from .lent_blocks import LentBlocks
 from .prefix_cache import Prefix
 from .stored_blocks import StoredBlocks
 
@@ -37,6 +38,9 @@ class HostLoad:
     stored_blocks  in the file (stored_blocks.py)
     read_tokens    of blocks that were read from it
     failed_blocks  that could not be written to it, or read because they were damaged or gone
+    fetched_tokens    of blocks that came from other engines
+    unfetched_blocks  that others were asked for and did not send
+    lent_tokens       of blocks that went to others
     """
 
     blocks_total: int = 0
@@ -48,6 +52,9 @@ class HostLoad:
     stored_blocks: int = 0
     read_tokens: int = 0
     failed_blocks: int = 0
+    fetched_tokens: int = 0
+    unfetched_blocks: int = 0
+    lent_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +77,7 @@ class HostBlocks:
     costs       knows whether copying is faster than computing
     caches      whether evicted prefixes are kept, too
     store       of a third tier below those; None: there is none
+    peers       other engines, from which blocks are fetched and to which they are lent; None: there are none
     clock       seconds, monotonic
     """
 
@@ -80,6 +88,7 @@ class HostBlocks:
         costs: CostModel,
         caches: bool = False,
         store: BlockStore | None = None,
+        peers: Peers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_blocks = num_blocks
@@ -95,10 +104,14 @@ class HostBlocks:
         self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
         self._cache = HostCache(pool, self._free, costs) if caches and num_blocks else None
         self.stored: StoredBlocks | None = None
+        self.lent: LentBlocks | None = None
         self.arrivals: Arrivals | None = None
-        if store is not None and self._cache is not None:
+        if self._cache is not None and store is not None:
             self.stored = StoredBlocks(store, self._cache, pool, costs, num_blocks)
-            self.arrivals = Arrivals(store, self.stored, self._cache, pool, costs, num_blocks, clock)
+        if self._cache is not None and peers is not None:
+            self.lent = LentBlocks(peers.rows, self._cache, pool, costs)
+        if self._cache is not None and (store is not None or peers is not None):
+            self.arrivals = Arrivals(store, self.stored, peers, self._cache, pool, costs, num_blocks, clock)
 
     def load(self) -> HostLoad:
         cached, hits = (len(self._cache), self._cache.hit_tokens) if self._cache is not None else (0, 0)
@@ -106,8 +119,14 @@ class HostBlocks:
         if self.stored is not None:
             load = replace(load, stored_blocks=len(self.stored))
         if (arrivals := self.arrivals) is not None:
-            load = replace(load, read_tokens=arrivals.read_tokens, failed_blocks=arrivals.num_failed)
-        return load
+            load = replace(
+                load,
+                read_tokens=arrivals.file.tokens,
+                failed_blocks=arrivals.file.num_failed,
+                fetched_tokens=arrivals.peer.tokens,
+                unfetched_blocks=arrivals.peer.num_failed,
+            )
+        return load if self.lent is None else replace(load, lent_tokens=self.lent.lent_tokens)
 
     # -- a sequence is preempted, starts, computes and ends -----------------------------------------------------------
 
@@ -230,6 +249,8 @@ class HostBlocks:
             self.stored.flush()
         if self.arrivals is not None:
             self.arrivals.flush()
+        if self.lent is not None:
+            self.lent.flush()
 
     def ended(self, seq: Sequence) -> None:
         self._loads.pop(seq.id, None)
@@ -240,6 +261,18 @@ class HostBlocks:
         if kept := self._kept.get(seq.id):
             self._drop(kept)
 
+    def committed(self, plan: StepPlan) -> None:
+        """Hand on what a plan has saved, to the file and to other engines."""
+        if self.stored is not None:
+            self.stored.committed(plan)
+        if self.lent is not None:
+            self.lent.committed()
+
+    def copy_idly(self) -> bool:
+        """Copy what others wait for while nothing is to be computed and no step is in flight; False: nothing is."""
+        has_lent = self.lent is not None and self.lent.lend_idly()
+        return (self.stored is not None and self.stored.save_idly()) or has_lent
+
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def saves(self) -> list[tuple[int, int]]:
@@ -247,6 +280,8 @@ class HostBlocks:
         cached = self._cache.saves() if self._cache is not None else []
         if self.stored is not None:
             cached += self.stored.saves()
+        if self.lent is not None:
+            cached += self.lent.saves()
         if not self._saves:
             return cached
         for host in self._saves:
@@ -279,6 +314,8 @@ class HostBlocks:
             misled.update((seq.id, seq) for seq in self._cache.distrust(plan))
         if self.stored is not None:
             self.stored.distrust(plan)
+        if self.lent is not None:
+            self.lent.distrust(plan)
         return list(misled.values())
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
@@ -313,9 +350,9 @@ class HostBlocks:
         free = set(self._free)
         assert len(free) == len(self._free), "a host block is free twice"
         cached = self._cache.hosts() if self._cache is not None else set()
-        for moving in (self.stored, self.arrivals):
+        for moving in (self.stored, self.arrivals, self.lent):
             moved = moving.hosts() if moving is not None else set()
-            assert moved.isdisjoint(cached), "a host block is cached, and read or written"
+            assert moved.isdisjoint(cached), "a host block is cached, and read, written or lent"
             cached |= moved
         assert free.isdisjoint(self._held.keys() | cached), "a host block that is in use is free"
         assert cached.isdisjoint(self._held), "a host block is in two places"

@@ -40,6 +40,7 @@ class HostCache:
         self._readers: dict[int, tuple[Sequence, list[int]]] = {}  # sequences that load, until a step is committed
         self._num_readers: Counter[int] = Counter()  # by host block
         self._forgotten: set[int] = set()  # host blocks without an address, which are read
+        self._pins: Counter[int] = Counter()  # by host block: who else reads it, of _num_readers
 
     def __len__(self) -> int:
         return len(self._host_of) + len(self._forgotten)
@@ -64,6 +65,19 @@ class HostCache:
     def touch(self, address: bytes) -> None:
         """Note that a block that it holds was used."""
         self._host_of.move_to_end(address)
+
+    def pin(self, address: bytes) -> int | None:
+        """Hold the host block with this content until `unpin`; None if there is none."""
+        if (host := self._host_of.get(address)) is not None:
+            self._pins[host] += 1
+            self._num_readers[host] += 1
+        return host
+
+    def unpin(self, host: int) -> None:
+        self._pins[host] -= 1
+        if not self._pins[host]:
+            del self._pins[host]
+        self._read_once(host)
 
     def put(self, address: bytes, host: int) -> bool:
         """Take over a host block with this content; return False, and leave it, if there is another one with it."""
@@ -126,12 +140,16 @@ class HostCache:
         self._loads.pop(seq.id, None)
         _, hosts = self._readers.pop(seq.id, (seq, []))
         for host in hosts:
-            self._num_readers[host] -= 1
-            if not self._num_readers[host]:
-                del self._num_readers[host]
-                if host in self._forgotten:
-                    self._forgotten.remove(host)
-                    self._free.append(host)
+            self._read_once(host)
+
+    def _read_once(self, host: int) -> None:
+        """Note that a reader of a host block has done with it."""
+        self._num_readers[host] -= 1
+        if not self._num_readers[host]:
+            del self._num_readers[host]
+            if host in self._forgotten:
+                self._forgotten.remove(host)
+                self._free.append(host)
 
     def flush(self) -> None:
         """Forget all content."""
@@ -174,7 +192,7 @@ class HostCache:
         assert len(addressed) == len(self._host_of), "two addresses share a host block"
         assert addressed.isdisjoint(self._forgotten), "a forgotten host block has an address"
         assert self._saves.keys() <= addressed, "a save that nobody could find"
-        read = Counter(host for _, hosts in self._readers.values() for host in hosts)
+        read = Counter(host for _, hosts in self._readers.values() for host in hosts) + self._pins
         assert +self._num_readers == read, "a host block is read by others than it counts"
         assert self._forgotten <= read.keys(), "a forgotten host block that nobody reads"
         assert read.keys() <= addressed | self._forgotten, "a sequence loads what is gone"

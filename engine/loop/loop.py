@@ -59,7 +59,15 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """The block store has done something for which sequences may wait."""
+    """Blocks have been read for which sequences may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """`reply` is called on the loop's thread with the contents of the blocks at these addresses, while they last."""
+
+    addresses: list[bytes]
+    reply: Callable[[list[bytes]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ class Stop:
     pass
 
 
-Message = Add | Abort | FlushCache | TakeTrace | Ping | Wake | WatchCache | Stop
+Message = Add | Abort | FlushCache | TakeTrace | Ping | Wake | Lend | WatchCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +195,7 @@ class EngineLoop(threading.Thread):
                 self._outbox.send(output, self.load())
                 self._has_stored = False
             is_idle = plan.is_empty and not self._steps and not commits
-            timeout_s = self._idle_timeout_s() if is_idle and not self._scheduler.save_idly() else 0.0
+            timeout_s = self._idle_timeout_s() if is_idle and not self._scheduler.copy_idly() else 0.0
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -204,6 +212,8 @@ class EngineLoop(threading.Thread):
                 reply_ping()
             case Wake():
                 self._has_stored = True  # the next plan takes it in
+            case Lend(addresses, reply_lent):
+                self._scheduler.lend(addresses, reply_lent)
             case WatchCache(blocks):
                 self._scheduler.watch_cache(blocks=blocks)
             case Stop():

@@ -42,6 +42,7 @@ from ..core.step import (
     TokenLogprobs,
 )
 from ..drafting import Speculation
+from ..kv.arrivals import Peers
 from ..kv.block_store import BlockStore
 from ..kv.block_tables import BlockTables
 from ..kv.blocks import BlockPool
@@ -71,6 +72,7 @@ class Scheduler:
     target_itl_s   how long a step that holds decodes should take at most; None: no such target
     num_host_blocks  blocks of host memory, in which preempted sequences keep what they have computed
     store        keeps blocks in a file, below those of host memory; None: none are kept
+    peers        engines from which blocks are fetched, and to which they are lent; None: there are none
     speculation  chooses tokens that a step drafts; None: it drafts none
     """
 
@@ -90,6 +92,7 @@ class Scheduler:
         target_itl_s: float | None = None,
         num_host_blocks: int = 0,
         store: BlockStore | None = None,
+        peers: Peers | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
@@ -109,7 +112,7 @@ class Scheduler:
         )
         apart = [window for window in windows if window is not None]
         caches = prefix_caching and not apart
-        self.host = HostBlocks(num_host_blocks, pool, self.costs, caches, store, clock)
+        self.host = HostBlocks(num_host_blocks, pool, self.costs, caches, store, peers, clock)
         self._capacity = longest_held(pool.num_blocks, [None, *apart], token_budget, pool.block_size)
         self._tables = BlockTables(pool, prefix_caching, self.host, Windows(pool, apart, token_budget))
         self._backlog = Backlog(clock, self._tables.num_cached)
@@ -247,12 +250,19 @@ class Scheduler:
         for seq in self.host.distrust(plan):
             self._preempt(seq)
 
-    def save_idly(self) -> bool:
-        """Copy blocks that are to be written to a file; return whether there were any.
+    def copy_idly(self) -> bool:
+        """Copy blocks that are to go to a file or to other engines; return whether there were any.
 
         Call this when nothing is to be computed and no step is in flight.
         """
-        return self.host.stored is not None and self.host.stored.save_idly()
+        return self.host.copy_idly()
+
+    def lend(self, addresses: list[bytes], reply: Callable[[list[bytes]], None]) -> None:
+        """Give `reply` the contents of the blocks at these addresses, up to the first one that is not cached."""
+        if self.host.lent is None:
+            reply([])
+        else:
+            self.host.lent.lend(addresses, reply)
 
     def take_output(self) -> StepOutput:
         """Return what has happened since the last call."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
 
+from ...channel.address import check_address
 from ...channel.strides import chain_root
 from ...settings.request import (
     MAX_BAD_WORDS,
@@ -27,7 +28,7 @@ from ...settings.request import (
 )
 from ...settings.sampling import LOGIT_BIAS, PARAMETERS
 from ..core.guarded_mask import GuardedMask
-from ..core.sequence import Account, EndReason, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
+from ..core.sequence import Account, EndReason, Lender, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
 from ..core.step import Counters, Ended, Hold, Reading, TokenLogprobs
 from ..loop.loop import LoadSnapshot
 from ..loop.step_trace import Move, MoveKind, Step, TraceSnapshot
@@ -77,6 +78,7 @@ _NUMBERS = {parameter.name for parameter in PARAMETERS}
 _SEED_MASK = (1 << 64) - 1
 _NUM_SEQUENCE_NUMBERS = 1 << 64
 _MAX_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
+_MAX_ADDRESS = 300  # characters
 _MAX_ABORTED = 1 << 16  # sequences, of one message: more than a router ever aborts at once
 
 
@@ -118,6 +120,8 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
     _check(len(sampling.allowed_token_ids) <= vocab_size, "sampling.allowed_token_ids")
     if submit.HasField("readout"):
         _check_readout(submit)
+    if submit.HasField("lender"):
+        _check_lender(submit.lender)
     _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
     _check(not sampling.bad_words, "sampling.bad_words")
     _check(submit.guided.ByteSize() <= 2 * MAX_GRAMMAR_BYTES, "guided")
@@ -137,6 +141,14 @@ def _check_readout(submit: engine_pb2.Submit) -> None:
     _check(readout.num_top <= MAX_LOGPROBS, "readout.num_top")
     _check(readout.pooling in _POOLINGS, "readout.pooling")
     _check(not submit.outputs, "readout of a sequence that continues another one")
+
+
+def _check_lender(lender: engine_pb2.Lender) -> None:
+    _check(len(lender.address) <= _MAX_ADDRESS, "lender.address")
+    try:
+        check_address(lender.address, can_be_shm=False, lowest_port=1)
+    except ValueError:
+        raise InvalidMessage("it sent an invalid lender.address") from None
 
 
 def check_abort(abort: engine_pb2.Abort) -> None:
@@ -179,6 +191,7 @@ def sequences_from_submit(
         request_id=submit.request_id,
         shares_prompt=submit.sampling.n > 1 and not submit.outputs,
         readout=_readout(submit.readout) if submit.HasField("readout") else None,
+        lender=Lender(submit.lender.address, submit.lender.num_tokens) if submit.HasField("lender") else None,
     )
     # A model's own ids may be beyond its vocabulary. They never occur, and runners count on ids that exist.
     stop_token_ids = frozenset(id for id in submit.stop_token_ids if id < vocab_size)
@@ -313,6 +326,9 @@ def _load_message(load: LoadSnapshot) -> control_pb2.EngineLoad:
         stored_blocks=load.host.stored_blocks,
         stored_read_tokens=load.host.read_tokens,
         stored_failed_blocks=load.host.failed_blocks,
+        fetched_tokens=load.host.fetched_tokens,
+        unfetched_blocks=load.host.unfetched_blocks,
+        lent_tokens=load.host.lent_tokens,
         saved_tokens=load.host.saved_tokens,
         loaded_tokens=load.host.loaded_tokens,
         uncomputed_tokens=load.uncomputed_tokens,

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,6 +18,7 @@ from ...channel.address import is_unix
 from ...channel.link import MAX_MESSAGE_BYTES
 from ...channel.listening import GrpcPort, channel_keepalive
 from ...runtime.channel_trust import ChannelTrust, Trust
+from .block_lender import BlockLender, Lent
 from .codec import InvalidMessage
 from .server import EngineServer
 
@@ -86,6 +87,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
     hang_timeout_s  the health service says NOT_SERVING while the engine's loop has not answered for so long, and while
                     the engine is going to end
     trust           what guards HOST:PORT
+    lent            the layout of the blocks that it lends, their bytes, and the most of a call; None: it lends none
     health_address  where the health service alone listens, without a guard; None: nowhere
     """
 
@@ -95,6 +97,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         server: EngineServer,
         hang_timeout_s: float,
         trust: ChannelTrust,
+        lent: Lent | None = None,
         health_address: str | None = None,
     ) -> None:
         self._address = address
@@ -105,27 +108,33 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         self._refused_at = -REFUSED_EACH_S
         self._health = health.aio.HealthServicer()
         self._health_address = health_address
+        self._lent = lent
         self._ports: list[GrpcPort] = []
         self._helpers: list[asyncio.Task[None]] = []
         self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *channel_keepalive(address)])
         self._health_server: grpc.aio.Server | None = None
 
     async def Connect(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
-        if not self._trust.current.accepts(context.invocation_metadata() or ()):
-            self._log_refused()
+        if not self._is_trusted(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token of the channel is required")
         link = GrpcLink(requests, context)
         await link.end(await self._engine.serve(link))
 
-    def _log_refused(self) -> None:
+    def _is_trusted(self, context: grpc.aio.ServicerContext[Any, Any]) -> bool:
+        if self._trust.current.accepts(context.invocation_metadata() or ()):
+            return True
         if time.monotonic() - self._refused_at >= REFUSED_EACH_S:
             self._refused_at = time.monotonic()
-            log.warning("refused a router without a valid token (--channel-token-file)")
+            log.warning("refused a call without a valid token (--channel-token-file)")
+        return False
 
     async def start(self) -> None:
         """Start listening. Raises OSError if the address cannot be bound."""
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if self._lent is not None:
+            lender = BlockLender(self._engine.lend, self._lent, self._is_trusted)
+            engine_pb2_grpc.add_BlocksServicer_to_server(lender, self._server)
         previous = os.umask(0o177) if is_unix(self._address) else None
         try:
             self._ports.append(GrpcPort(self._address, self._add_port))

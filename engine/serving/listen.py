@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagoda.engine.v1 import engine_pb2
 
@@ -14,6 +14,9 @@ from ...runtime.channel_trust import ChannelTrust, TrustError
 from ...settings import EngineConfig
 from ..core.errors import ConfigError
 from .server import EngineServer
+
+if TYPE_CHECKING:
+    from .block_lender import Lent
 
 log = logging.getLogger("pagoda.engine")
 
@@ -53,8 +56,13 @@ def check_exposure(config: EngineConfig) -> ChannelTrust:
     return trust
 
 
-async def start_listening(server: EngineServer, config: EngineConfig, trust: ChannelTrust) -> Listener:
-    """Listen on unix:PATH, shm:PATH, shm:@NAME or HOST:PORT. Raises ConfigError if that fails."""
+async def start_listening(
+    server: EngineServer, config: EngineConfig, trust: ChannelTrust, lent: Lent | None = None
+) -> Listener:
+    """Listen on unix:PATH, shm:PATH, shm:@NAME or HOST:PORT. Raises ConfigError if that fails.
+
+    lent  what other engines may fetch, over gRPC alone; None: nothing
+    """
     listen = config.listen
     listener: Listener
     if is_shm(listen):
@@ -66,7 +74,7 @@ async def start_listening(server: EngineServer, config: EngineConfig, trust: Cha
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC writes a line for each attempt of a wrong router
         from .grpc_server import GrpcServer
 
-        listener = GrpcServer(listen, server, config.hang_timeout_s, trust, config.health_listen)
+        listener = GrpcServer(listen, server, config.hang_timeout_s, trust, lent, config.health_listen)
     try:
         await listener.start()
     except OSError as error:

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pagoda.v1 import control_pb2
 
+from ...channel.address import is_shm
+from ...channel.link import MAX_MESSAGE_BYTES
 from ...checkpoints import CheckpointError, PrintedProgress, hold, resolve
 from ...checkpoints.fingerprint import weights_fingerprint
 from ...runtime import event_loop
@@ -35,7 +37,9 @@ from ..kv.blocks import BlockPool
 from ..loop.loop import EngineLoop, Wake
 from ..runners.load import InformedRunner, load_runner
 from ..scheduling.scheduler import Scheduler
-from .kv_store import open_store, restore
+from .block_lender import Lent
+from .block_peers import BlockPeers
+from .kv_store import layout_of, open_store, restore
 from .listen import check_exposure, start_listening
 from .server import EngineServer
 
@@ -119,7 +123,11 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         # The first signal begins the grace period, and a second one ends it.
         events.add_signal_handler(number, lambda: (stop if leaves.is_set() else leaves).set())
-    server = EngineServer(engine_info(config, runner, folder, fingerprint), partial(make_grammars, folder, info))
+    peers = peers_of(config, runner, fingerprint, trust)
+    layout = peers.layout if peers is not None else b""
+    server = EngineServer(
+        engine_info(config, runner, folder, fingerprint), partial(make_grammars, folder, info), block_layout=layout
+    )
     pool = BlockPool(info.num_blocks, info.kv_cache.block_size)
     store = open_store(config, runner, fingerprint) if config.kv_store else None
     if store is not None:
@@ -140,6 +148,7 @@ async def _serve(
             target_itl_s=config.target_itl_s,
             num_host_blocks=info.num_host_blocks,
             store=store,
+            peers=peers,
             speculation=speculation,
         ),
         runner,
@@ -150,7 +159,11 @@ async def _serve(
     server.attach(loop.inbox)
     if store is not None:
         store.start(lambda: loop.inbox.put(Wake()))
-    listener = await start_listening(server, config, trust)
+    lent = None
+    if peers is not None:
+        peers.start(lambda: loop.inbox.put(Wake()))
+        lent = Lent(peers.layout, peers.bytes_per_block, -(-info.max_model_len // pool.block_size))
+    listener = await start_listening(server, config, trust, lent)
     ended = engine.submit(loop.run)
     log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
     await _first_of(leaves, stop)
@@ -158,8 +171,27 @@ async def _serve(
         await server.leave(config.grace_s, stop)
     loop.stop()
     await listener.stop()
+    if peers is not None:
+        peers.close()
     wait([ended], timeout=5.0)
     return EXIT_FAILURE if loop.failure else 0
+
+
+def peers_of(config: EngineConfig, runner: InformedRunner, fingerprint: str, trust: ChannelTrust) -> BlockPeers | None:
+    """What fetches blocks from other engines; None: this one neither fetches nor lends.
+
+    Blocks pass through host memory, and calls reach engines that listen with gRPC. Addresses stand for tokens alone, so
+    the weights must be known, and what lies behind a window cannot be found.
+    """
+    info, spec = runner.info, runner.info.kv_cache
+    can_keep = info.num_host_blocks and config.prefix_caching and len(spec.groups.windows) == 1 and fingerprint
+    can_send = not is_shm(config.listen) and spec.bytes_per_block < MAX_MESSAGE_BYTES // 2
+    if not (can_keep and can_send) or config.tensor_parallel > 1:
+        return None
+    if (certificates := trust.current.certificates) is not None and not certificates.is_clients:
+        log.info("no blocks are fetched or lent: --channel-tls-cert is a server's alone, and no client's")
+        return None
+    return BlockPeers(runner, layout_of(config, info, fingerprint), spec.bytes_per_block, trust)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

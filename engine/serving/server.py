@@ -136,10 +136,13 @@ class EngineServer:
         info: control_pb2.EngineInfo,
         make_grammars: Callable[[], Grammars] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        block_layout: bytes = b"",
     ) -> None:
         """
         make_grammars  makes what compiles the grammars of requests, when the first comes; None: there is nothing
+        block_layout   see EngineMessage
         """
+        self._block_layout = block_layout
         self.is_leaving = False  # the engine is going to end
         self._info = info
         self._clock = clock
@@ -161,6 +164,17 @@ class EngineServer:
         answered = asyncio.Event()
         self._put(engine_loop.Ping(lambda: self._soon(answered.set)))
         await answered.wait()
+
+    async def lend(self, addresses: list[bytes]) -> list[bytes]:
+        """Return the contents of the blocks at these addresses, up to the first one that is not cached."""
+        lent: asyncio.Future[list[bytes]] = self._events.create_future()
+
+        def take(contents: list[bytes]) -> None:
+            if not lent.done():
+                lent.set_result(contents)
+
+        self._put(engine_loop.Lend(addresses, partial(self._soon, take)))
+        return await lent
 
     def attach(self, inbox: engine_loop.Inbox) -> None:
         self._inbox = inbox
@@ -447,7 +461,15 @@ class EngineServer:
             finally:
                 connection.is_writing = False
 
-        await write(connection.message(hello=self._info, answers_pings=True, follows_cache=True, follows_blocks=True))
+        await write(
+            connection.message(
+                hello=self._info,
+                answers_pings=True,
+                follows_cache=True,
+                follows_blocks=True,
+                block_layout=self._block_layout,
+            )
+        )
         connection.link = link
         while True:
             await connection.wake.wait()

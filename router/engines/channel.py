@@ -113,6 +113,7 @@ class EngineChannel:
         self._offers_blocks = False  # the same of its blocks
         self._block_events = block_events or BlockEvents()
         self.max_num_seqs = 0
+        self.block_layout = b""  # see EngineMessage
         self.cached: CachedKeys | None = None  # while it reports that
         self._cached_bits = CachedBits() if cached_bits is None else cached_bits
         self._trust = trust
@@ -212,6 +213,9 @@ class EngineChannel:
         if asked is not None and self.cached is not None:
             self.cached.expect(asked.keys())
         submit.first_sequence = stream.first_sequence
+        submit.ClearField("lender")  # of another engine that had the request before
+        if asked is not None and asked.lender is not None and self.block_layout:
+            submit.lender.address, submit.lender.num_tokens = asked.lender
         self._post(engine_pb2.RouterMessage(submit=submit))
         return stream
 
@@ -335,6 +339,7 @@ class EngineChannel:
                         if model != self.model:
                             self.model, self.identity = model, None
                         self._offers_cache, self._offers_blocks = message.follows_cache, message.follows_blocks
+                        self.block_layout = message.block_layout
                         hello, self._answers_pings = message.hello, message.answers_pings
                         self._link, self._outgoing = link, asyncio.Queue()
                         watch = asyncio.create_task(self._watch(link))

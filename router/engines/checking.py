@@ -15,6 +15,7 @@ from .refusals import InvalidMessage
 
 MAX_TEXT, MAX_DETAIL = 1024, 1 << 16  # letters of a field, and of what ends a sequence
 MAX_SETTINGS = 256
+MAX_LAYOUT = 64  # bytes
 MAX_SETTING = 1 << 16  # letters of a value: weights of tenants may be many
 MAX_COUNT = 1 << 24  # sequences and tenants of an engine, ids of a vocabulary: far more than any has
 MAX_TENANTS = 64  # listed
@@ -106,6 +107,7 @@ class Checks:
         if kind == "hello":
             _check(self._hello is None, "second hello")
             _check_hello(message.hello)
+            _check(len(message.block_layout) <= MAX_LAYOUT, "block_layout")
             self._hello = message.hello
         _check(self._hello is not None, "message before its hello")
         assert self._hello is not None, "it has been checked"

@@ -26,6 +26,7 @@ FULL_S, QUEUE_S = 1.0, 10.0  # what a full batch costs, and a queue as long as t
 # It has no more sequences than the engine with the fewest, times this, and this part of its own batch more, or a few.
 MOST_TO_FEWEST, SLACK_PART, SLACK = 1.2, 0.25, 6
 NEAR_S = 0.005  # predictions that differ by less are equal
+LEAST_LENT = 4 * STRIDE  # tokens that an engine fetches from another one: fewer are computed as fast
 UNKNOWN_RATE = 10_000.0  # prompt tokens a second, while no engine knows its own
 MOST_ABOVE_MEAN = 1.25  # times the mean number of sequences: an engine that has more gets no prompt by its hash
 
@@ -36,12 +37,20 @@ class Engine(Protocol):
     num_sequences  in it, those of other routers included
     max_num_seqs   that it computes at once
     cached         what its prefix cache holds; None: it does not report that
+    address        where it listens
+    block_layout   engines that have the same can fetch each other's blocks; empty: it fetches and lends none
     outlook        its num_sequences, the prompt tokens that it still has to compute, and how many of these it computes
                    in a second; 0: unknown
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def block_layout(self) -> bytes: ...
 
     @property
     def num_sequences(self) -> int: ...
@@ -67,12 +76,14 @@ class Asked:
     salt        of its prefixes; None: it uses no prefix cache
     ttft_s      its target for the time to the first token; None: it has none
     num_cached  tokens of its prompt that the chosen engine has cached, as far as is known
+    lender      another engine that has more of them cached, from which the chosen one can fetch blocks, and how many
     """
 
     prompt: Sequence[int]
     salt: str | None = ""
     ttft_s: float | None = None
     num_cached: int = 0
+    lender: tuple[str, int] | None = None
     _keys: list[int] | None = None
 
     @classmethod
@@ -190,8 +201,17 @@ class ByPrefix(Chooser):
             chosen, reason = (best, "cached") if is_near else (chosen, "released")
         if asked is not None:
             asked.num_cached = min(hits[chosen], prompt_len)
+            asked.lender = self._lender(engines, hits, chosen)
             self.predicted[engines[chosen].name] += asked.num_cached
         return self.chosen(engines[chosen], reason)
+
+    def _lender(self, engines: Sequence[AnEngine], hits: Sequence[int], chosen: int) -> tuple[str, int] | None:
+        """Find an engine from which the chosen one can fetch blocks, and so many tokens that it is worth a call."""
+        at = max(range(len(engines)), key=hits.__getitem__)
+        layout = engines[chosen].block_layout
+        if not layout or hits[at] < hits[chosen] + LEAST_LENT or engines[at].block_layout != layout:
+            return None
+        return engines[at].address, hits[at]
 
     def _cheapest(self, of: Sequence[int], costs: Sequence[float]) -> int:
         """Choose one at random of those that cost about as little as the cheapest: routers must not all run to one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
-from tests.servers import running_engine, running_server
+from tests.servers import free_address, running_engine, running_server
 
 pytestmark = pytest.mark.thorough
 
@@ -210,3 +211,73 @@ def test_prompts_go_to_the_engine_that_has_them_cached(tmp_path: Path) -> None:
         time.sleep(1)  # until both routers know
         for inference in (second, first):
             assert min(cached_tokens(inference, prompt) for prompt in prompts for _ in range(2)) >= 256
+
+
+LENDING = (*ENGINE, "--host-kv-gb", "1e-3", "--max-num-seqs", "8")
+SHARED = "a prompt that many requests begin with, and that is long enough to be fetched. " * 8  # 640 tokens
+
+
+def lent_and_fetched(control: control_pb2_grpc.ControlStub) -> tuple[list[int], list[int]]:
+    loads = control.GetLoad(LOAD).engines
+    return [each.lent_tokens for each in loads], [each.fetched_tokens for each in loads]
+
+
+def fill_the_engine_that_has_it(
+    inference: inference_pb2_grpc.InferenceStub, control: control_pb2_grpc.ControlStub, text: str
+) -> list[Any]:
+    """Ask for streams that begin alike until an engine that did not have their prompt cached gets one."""
+    ask(inference, request(text, max_tokens=1))
+    until(lambda: any(each.prompt_tokens for each in control.GetLoad(LOAD).engines))
+    time.sleep(1)  # until the router knows what is cached
+    calls = []
+    for at in range(12):
+        calls.append(inference.Generate(request(f"{text}{at}", max_tokens=300)))
+        next(calls[-1])
+        if all(each.running for each in control.GetLoad(LOAD).engines):
+            break
+    return calls
+
+
+@pytest.mark.parametrize("guard", ["nothing", "a token"])
+def test_an_engine_fetches_the_prompt_that_another_one_has_cached(tmp_path: Path, guard: str) -> None:
+    """Over a Unix socket, and over TCP with the channel's token."""
+    (tmp_path / "token").write_text("s3cret")
+    if guard == "nothing":
+        addresses, trust = [f"unix:{tmp_path / name}.sock" for name in ("one", "two")], ()
+    else:
+        addresses, trust = [free_address(), free_address()], ("--channel-token-file", str(tmp_path / "token"))
+    with contextlib.ExitStack() as stack:
+        for address in addresses:
+            stack.enter_context(running_engine(address, *LENDING, *trust))
+        server = stack.enter_context(running_server(*MODEL, "--engine", ",".join(addresses), *trust))
+        channel = stack.enter_context(grpc.insecure_channel(server.address))
+        inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
+        until(lambda: len(control.GetLoad(LOAD).engines) == 2)
+        calls = fill_the_engine_that_has_it(inference, control, SHARED)
+        until(lambda: sum(lent_and_fetched(control)[1]) > 0)
+        lent, fetched = lent_and_fetched(control)
+        assert sorted(lent) == sorted(fetched)
+        assert lent != fetched, "one has lent, the other one has fetched"
+        assert max(fetched) >= 512
+        for at, call in enumerate(calls):
+            tokens = [token.id for response in call for token in response.tokens.tokens]
+            assert tokens == expected_tokens(f"{SHARED}{at}".encode(), 300, 258)[-len(tokens) :]
+
+
+def test_a_lender_that_stands_still_delays_a_stream_and_changes_no_token(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path / name}.sock" for name in ("one", "two")]
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(running_engine(address, *LENDING)) for address in addresses]
+        inference, control = stack.enter_context(router(",".join(addresses)))
+        until(lambda: len(control.GetLoad(LOAD).engines) == 2)
+        ask(inference, request(SHARED, max_tokens=1))
+        until(lambda: any(each.prompt_tokens for each in control.GetLoad(LOAD).engines))
+        has_it = [each.prompt_tokens > 0 for each in control.GetLoad(LOAD).engines].index(True)
+        time.sleep(1)
+        engines[has_it].send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(2)  # until the router takes it for late, and sends nothing there
+            answer = ask(inference, request(f"{SHARED}!", max_tokens=20))
+        finally:
+            engines[has_it].send_signal(signal.SIGCONT)
+        assert answer.ids() == expected_tokens(f"{SHARED}!".encode(), 20, 258)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
@@ -13,11 +14,11 @@ from typing import Protocol, TypedDict, Unpack
 from pagoda_server.channel.strides import chain_root
 from pagoda_server.engine.core.guarded_mask import GuardedMask
 from pagoda_server.engine.core.layer_groups import LayerGroups
-from pagoda_server.engine.core.sequence import Readout, Request, SamplingParams, Sequence, TokenMask
+from pagoda_server.engine.core.sequence import Lender, Readout, Request, SamplingParams, Sequence, TokenMask
 from pagoda_server.engine.core.step import Ended, Reading, Sampled, StepPlan
 from pagoda_server.engine.drafting import Speculation
 from pagoda_server.engine.kv.block_file import BlockFile
-from pagoda_server.engine.kv.block_store import BlockStore
+from pagoda_server.engine.kv.block_store import BlockStore, Done, HostRows
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
@@ -121,11 +122,58 @@ class Rules(TypedDict, total=False):
     age_s: float
     readout: Readout
     make_mask: Callable[..., TokenMask]  # of a grammar
+    lender: Lender
 
 
 class TakesTime(Protocol):
     def of(self, plan: StepPlan) -> float:
         """Return the seconds that a step takes."""
+
+
+class SteppedPeers:
+    """Fetches blocks from engines of a test.
+
+    corrupt   changes the blocks that arrive for a read
+    is_stuck  nothing arrives
+    steps     whether a lender is stepped until it has lent
+    """
+
+    def __init__(self, rows: HostRows, lenders: dict[str, SteppedEngine]) -> None:
+        self.rows = rows
+        self.is_stuck = False
+        self.steps = True
+        self.corrupt: Callable[[list[bytes]], list[bytes]] = lambda contents: contents
+        self._lenders = lenders
+        self._asked: list[tuple[str, list[int], list[list[bytes]]]] = []  # the reply comes into the last one
+        self._done: list[Done] = []
+
+    def read(self, peer: str, wanted: Several[tuple[bytes, int]]) -> None:
+        replies: list[list[bytes]] = []
+        self._asked.append((peer, [host for _, host in wanted], replies))
+        if peer in self._lenders:
+            self._lenders[peer].scheduler.lend([address for address, _ in wanted], replies.append)
+        else:
+            replies.append([])
+
+    def work(self) -> bool:
+        """Take the oldest reply; return whether any is expected."""
+        if self.is_stuck or not self._asked:
+            return False
+        peer, hosts, replies = self._asked[0]
+        if not replies:
+            if self.steps:
+                self._lenders[peer].step()
+            return True
+        del self._asked[0]
+        contents = self.corrupt(replies[0])
+        for host, content in zip(hosts, contents, strict=False):
+            self.rows.host_row(host)[:] = content
+        self._done += [Done(host, at < len(contents), 0.0) for at, host in enumerate(hosts)]
+        return True
+
+    def take_done(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
 
 
 class SteppedEngine:
@@ -149,12 +197,14 @@ class SteppedEngine:
         windows: tuple[int | None, ...] = (None,),
         store_path: Path | None = None,
         store_blocks: int = 100,
+        lenders: dict[str, SteppedEngine] | None = None,
     ) -> None:
         """
         step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
         copy_s     how long a copy of a block to or from host memory takes
         windows    of each group of layers
         store_path, store_blocks  a file of blocks, and how many it holds; its thread's work is done in steps
+        lenders    engines by their addresses, from which blocks are fetched in steps; None: nothing is lent either
         """
         self.now = 0.0
         self.step_time = step_time
@@ -169,6 +219,7 @@ class SteppedEngine:
             file = BlockFile(store_path, bytes(32), 8 * block_size, store_blocks, now=lambda: started + self.now)
             self.store = BlockStore(file, self.runner)
             self.num_restored = restore(self.store, self.pool, host_blocks)
+        self.peers = None if lenders is None else SteppedPeers(self.runner, lenders)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
@@ -182,6 +233,7 @@ class SteppedEngine:
             target_itl_s=target_itl_s,
             num_host_blocks=host_blocks,
             store=self.store,
+            peers=self.peers,
             speculation=speculation,
             windows=windows,
         )
@@ -221,6 +273,7 @@ class SteppedEngine:
             bypass_cache=rules.get("bypass", False),
             shares_prompt=count > 1,
             readout=rules.get("readout"),
+            lender=rules.get("lender"),
         )
         make_mask = rules.get("make_mask")
         masks = [
@@ -250,10 +303,12 @@ class SteppedEngine:
         if len(self.steps) > (0 if plan.is_empty else self.runner.lookahead):
             self.steps.commit_oldest()
         self._take_output()
-        self.is_saving = plan.is_empty and not self.steps and self.scheduler.save_idly()
+        self.is_saving = plan.is_empty and not self.steps and self.scheduler.copy_idly()
         for _ in range(self.jobs_a_step):
             if self.store is None or not self.store.work():
                 break
+            self.is_saving = True
+        if self.peers is not None and self.peers.work():
             self.is_saving = True
         if not self.step_time:
             self.now += 1.0

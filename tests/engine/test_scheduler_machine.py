@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pagoda_server.engine.core.sequence import EndReason, State
+from pagoda_server.engine.core.sequence import EndReason, Lender, State
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens
 from pagoda_server.engine.scheduling.expiry import LEAVING
@@ -62,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     windows: tuple[int | None, ...] = (None,)
     num_blocks = 0  # of the pool; 0: 80 tokens
     store_path = None
+    lenders = None
     num_extra = 0  # preemptions that no bound speaks of
 
     def __init__(self) -> None:
@@ -95,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             windows=self.windows,
             store_path=self.store_path,
             store_blocks=25,
+            lenders=self.lenders,
         )
 
     @rule(
@@ -317,6 +319,71 @@ class HostCacheUnreliableMachine(HostCache, UnreliableMachine):
     block_size = 4
 
 
+class Lending(HostCache):
+    """Two engines lend each other what they have cached, over a link that may be late or break off."""
+
+    def __init__(self):
+        self.lenders = {}
+        super().__init__()
+        self.other, self.other_seqs = self.new_engine(), []
+        self.lenders.update(a=self.engine, b=self.other)
+        self.names = ["b", "a"]  # of the lender of each
+        self.engine.peers.steps = self.other.peers.steps = False
+
+    @rule(prompts=st.lists(st.integers(0, 3), min_size=1, max_size=4), count=st.integers(0, 12), num=st.integers(1, 50))
+    def ask_for_lent(self, prompts, count, num):
+        for which in prompts:
+            lender = Lender(self.names[0], num)
+            self.seqs.append(self.engine.add([which, *range(40)], max_tokens=2, lender=lender))
+            self.steps(count=count)
+
+    @rule(count=st.integers(1, 12))
+    def turn_to_the_other(self, count):
+        self.engine, self.other = self.other, self.engine
+        self.seqs, self.other_seqs = self.other_seqs, self.seqs
+        self.names.reverse()
+        self.steps(count=count)
+
+    @rule(is_stuck=st.booleans(), most=st.integers(0, 12))
+    def the_link_is_bad(self, is_stuck, most):
+        """It brings nothing for now, or not more than so many blocks of a call."""
+        self.engine.peers.is_stuck = is_stuck
+        self.engine.peers.corrupt = lambda contents: contents[:most]
+
+    @rule()
+    def empty_device(self):
+        self.engine.pool.flush()
+
+    @rule()
+    def flush(self):
+        self.engine.scheduler.flush_cache()
+
+    def teardown(self):
+        for each in (self.engine, self.other):
+            each.peers.is_stuck, each.peers.corrupt = False, lambda contents: contents
+        for _ in range(2000):
+            engines = (self.engine, self.other)
+            if not any(each.scheduler.num_waiting or each.scheduler.running or each.peers._asked for each in engines):
+                break
+            for each in engines:
+                each.step()
+        for _ in range(2):
+            super().teardown()
+            self.turn_to_the_other(count=1)
+        for each in (self.engine, self.other):
+            host = each.scheduler.host
+            assert not host.lent.hosts() | host.arrivals.hosts()
+            assert not host._cache._pins
+
+
+class LendingMachine(Lending, SchedulerMachine):
+    pass
+
+
+class LendingOverlapMachine(Lending, OverlapMachine):
+    pass
+
+
 class Stored(HostCache):
     """Blocks also go to a file, which is smaller than what comes; the engine is killed, and the file damaged."""
 
@@ -415,6 +482,8 @@ TestHostUnreliable = HostUnreliableMachine.TestCase
 TestHostUnreliableUncached = HostUnreliableUncachedMachine.TestCase
 TestHostCache = HostCacheMachine.TestCase
 TestHostCacheUnreliable = HostCacheUnreliableMachine.TestCase
+TestLending = LendingMachine.TestCase
+TestLendingOverlap = LendingOverlapMachine.TestCase
 TestStored = StoredMachine.TestCase
 TestStoredOverlap = StoredOverlapMachine.TestCase
 TestStoredUnreliable = StoredUnreliableMachine.TestCase
@@ -439,6 +508,7 @@ TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.set
     examples(14)
 )
 TestHostCache.settings = TestHostCacheUnreliable.settings = examples(14)
+TestLending.settings = TestLendingOverlap.settings = examples(10)
 TestStored.settings = TestStoredOverlap.settings = TestStoredUnreliable.settings = examples(10)
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings

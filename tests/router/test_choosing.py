@@ -34,6 +34,8 @@ BITS = CachedBits()  # of the engines of these tests
 class Engine:
     name: str
     num_sequences: int = 0
+    address: str = ""
+    block_layout: bytes = b""
     max_num_seqs: int = 64
     num_uncomputed: int = 0
     prefill_tokens_per_s: float = 10_000.0

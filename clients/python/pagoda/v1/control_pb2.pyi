@@ -263,7 +263,7 @@ class Load(_message.Message):
     def __init__(self, requests: _Optional[int] = ..., reserved_tokens: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantLoad, _Mapping]]] = ..., num_tenants: _Optional[int] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("engine", "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots", "kv_slots_unused", "kv_waste", "host_blocks_total", "host_blocks_used", "step_sequences", "step_tokens", "step_time_s", "steps", "prompt_tokens", "cached_tokens", "prefix_hit_rate", "output_tokens", "preemptions", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "saved_tokens", "loaded_tokens", "drafts", "drafted_tokens", "accepted_tokens", "forced_tokens", "name", "host_blocks_cached", "host_cached_tokens", "uncomputed_tokens", "prefill_tokens_per_s", "stored_blocks", "stored_read_tokens", "stored_failed_blocks")
+    __slots__ = ("engine", "waiting", "running", "blocks_total", "blocks_free", "blocks_evictable", "blocks_referenced", "kv_slots", "kv_slots_unused", "kv_waste", "host_blocks_total", "host_blocks_used", "step_sequences", "step_tokens", "step_time_s", "steps", "prompt_tokens", "cached_tokens", "prefix_hit_rate", "output_tokens", "preemptions", "preempted_tokens", "recomputed_tokens", "dropped_tokens", "saved_tokens", "loaded_tokens", "drafts", "drafted_tokens", "accepted_tokens", "forced_tokens", "name", "host_blocks_cached", "host_cached_tokens", "uncomputed_tokens", "prefill_tokens_per_s", "stored_blocks", "stored_read_tokens", "stored_failed_blocks", "fetched_tokens", "unfetched_blocks", "lent_tokens")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +302,9 @@ class EngineLoad(_message.Message):
     STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STORED_READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STORED_FAILED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNFETCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     engine: int
     waiting: int
     running: int
@@ -340,7 +343,10 @@ class EngineLoad(_message.Message):
     stored_blocks: int
     stored_read_tokens: int
     stored_failed_blocks: int
-    def __init__(self, engine: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., kv_waste: _Optional[float] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_hit_rate: _Optional[float] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafts: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., name: _Optional[str] = ..., host_blocks_cached: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., stored_blocks: _Optional[int] = ..., stored_read_tokens: _Optional[int] = ..., stored_failed_blocks: _Optional[int] = ...) -> None: ...
+    fetched_tokens: int
+    unfetched_blocks: int
+    lent_tokens: int
+    def __init__(self, engine: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_evictable: _Optional[int] = ..., blocks_referenced: _Optional[int] = ..., kv_slots: _Optional[int] = ..., kv_slots_unused: _Optional[int] = ..., kv_waste: _Optional[float] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., step_sequences: _Optional[int] = ..., step_tokens: _Optional[int] = ..., step_time_s: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_hit_rate: _Optional[float] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafts: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., name: _Optional[str] = ..., host_blocks_cached: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., stored_blocks: _Optional[int] = ..., stored_read_tokens: _Optional[int] = ..., stored_failed_blocks: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., unfetched_blocks: _Optional[int] = ..., lent_tokens: _Optional[int] = ...) -> None: ...
 
 class TenantLoad(_message.Message):
     __slots__ = ("name", "waiting", "running", "service", "recent_service", "share")

@@ -29,6 +29,22 @@ END_REASON_REJECTED: EndReason
 END_REASON_FAILED: EndReason
 END_REASON_OVERLOADED: EndReason
 
+class FetchRequest(_message.Message):
+    __slots__ = ("layout", "addresses")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    layout: bytes
+    addresses: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, layout: _Optional[bytes] = ..., addresses: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class FetchedBlock(_message.Message):
+    __slots__ = ("content", "crc32")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    crc32: int
+    def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
+
 class RouterMessage(_message.Message):
     __slots__ = ("submit", "abort", "flush_cache", "take_trace", "ping", "follow_cache", "follow_blocks")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -48,7 +64,7 @@ class RouterMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., follow_blocks: _Optional[_Union[FollowBlocks, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id", "outputs", "age_s", "guided", "bad_words", "max_draft_tokens", "readout")
+    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id", "outputs", "age_s", "guided", "bad_words", "max_draft_tokens", "readout", "lender")
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +84,7 @@ class Submit(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     READOUT_FIELD_NUMBER: _ClassVar[int]
+    LENDER_FIELD_NUMBER: _ClassVar[int]
     first_sequence: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
@@ -87,7 +104,16 @@ class Submit(_message.Message):
     bad_words: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
     max_draft_tokens: int
     readout: Readout
-    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., age_s: _Optional[float] = ..., guided: _Optional[_Union[_inference_pb2.Guided, _Mapping]] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., readout: _Optional[_Union[Readout, _Mapping]] = ...) -> None: ...
+    lender: Lender
+    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., age_s: _Optional[float] = ..., guided: _Optional[_Union[_inference_pb2.Guided, _Mapping]] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., readout: _Optional[_Union[Readout, _Mapping]] = ..., lender: _Optional[_Union[Lender, _Mapping]] = ...) -> None: ...
+
+class Lender(_message.Message):
+    __slots__ = ("address", "num_tokens")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    num_tokens: int
+    def __init__(self, address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Readout(_message.Message):
     __slots__ = ("logprobs_from", "num_top", "pooling")
@@ -132,7 +158,7 @@ class Ping(_message.Message):
     def __init__(self, takes_goodbye: bool = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "cached_blocks", "answers_pings", "follows_cache", "follows_blocks")
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "cached_blocks", "answers_pings", "follows_cache", "follows_blocks", "block_layout")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +172,7 @@ class EngineMessage(_message.Message):
     ANSWERS_PINGS_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_CACHE_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: _control_pb2.EngineInfo
     step: StepOutput
@@ -159,7 +186,8 @@ class EngineMessage(_message.Message):
     answers_pings: bool
     follows_cache: bool
     follows_blocks: bool
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ..., follows_blocks: bool = ...) -> None: ...
+    block_layout: bytes
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ..., follows_blocks: bool = ..., block_layout: _Optional[bytes] = ...) -> None: ...
 
 class CacheSnapshot(_message.Message):
     __slots__ = ("number", "keys", "is_first", "is_last")

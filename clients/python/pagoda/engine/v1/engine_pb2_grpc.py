@@ -95,3 +95,81 @@ class Engine(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class BlocksStub(object):
+    """What an engine lends to others of the same kind. Guarded as Engine is.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Fetch = channel.unary_stream(
+                '/pagoda.engine.v1.Blocks/Fetch',
+                request_serializer=pagoda_dot_engine_dot_v1_dot_engine__pb2.FetchRequest.SerializeToString,
+                response_deserializer=pagoda_dot_engine_dot_v1_dot_engine__pb2.FetchedBlock.FromString,
+                _registered_method=True)
+
+
+class BlocksServicer(object):
+    """What an engine lends to others of the same kind. Guarded as Engine is.
+    """
+
+    def Fetch(self, request, context):
+        """The content of blocks that the prefix cache holds, in the order of their addresses, up to the first one that it does
+        not hold. The stream may then end early, without an error. FAILED_PRECONDITION for another layout,
+        RESOURCE_EXHAUSTED while others are served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_BlocksServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=pagoda_dot_engine_dot_v1_dot_engine__pb2.FetchRequest.FromString,
+                    response_serializer=pagoda_dot_engine_dot_v1_dot_engine__pb2.FetchedBlock.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pagoda.engine.v1.Blocks', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pagoda.engine.v1.Blocks', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Blocks(object):
+    """What an engine lends to others of the same kind. Guarded as Engine is.
+    """
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagoda.engine.v1.Blocks/Fetch',
+            pagoda_dot_engine_dot_v1_dot_engine__pb2.FetchRequest.SerializeToString,
+            pagoda_dot_engine_dot_v1_dot_engine__pb2.FetchedBlock.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -1,0 +1,78 @@
+"""The service Blocks: other engines fetch what the prefix cache of this one holds."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
+
+AT_ONCE = 4  # calls; each has PART_BYTES in memory
+PART_BYTES = 4 << 20  # of blocks that are copied out of the cache at a time
+ADDRESS_BYTES = 32
+MOST_S = 5.0  # of a call: one that takes longer holds a place that others want
+
+Context: TypeAlias = grpc.aio.ServicerContext[engine_pb2.FetchRequest, engine_pb2.FetchedBlock]
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What an engine lends.
+
+    layout           see EngineMessage.block_layout
+    bytes_per_block  of a block's content
+    most             addresses of a call
+    """
+
+    layout: bytes
+    bytes_per_block: int
+    most: int
+
+
+class BlockLender(engine_pb2_grpc.BlocksServicer):
+    """
+    lend        returns the contents of the blocks at these addresses, up to the first one that is not cached
+    is_trusted  whether a call has what the channel asks for
+    """
+
+    def __init__(
+        self, lend: Callable[[list[bytes]], Awaitable[list[bytes]]], lent: Lent, is_trusted: Callable[[Context], bool]
+    ) -> None:
+        self._lend = lend
+        self._lent = lent
+        self._is_trusted = is_trusted
+        self._at_a_time = max(1, PART_BYTES // lent.bytes_per_block)
+        self._num_calls = 0
+
+    async def Fetch(self, request: engine_pb2.FetchRequest, context: Context) -> AsyncIterator[engine_pb2.FetchedBlock]:
+        if not self._is_trusted(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token of the channel is required")
+        if request.layout != self._lent.layout:
+            why = "layout: this engine's blocks hold something else: other weights, precision, size or version"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        if not 1 <= len(request.addresses) <= self._lent.most:
+            why = f"addresses: are {len(request.addresses)}, must be from 1 to {self._lent.most}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+        if any(len(address) != ADDRESS_BYTES for address in request.addresses):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"addresses: must have {ADDRESS_BYTES} bytes each")
+        if self._num_calls >= AT_ONCE:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{AT_ONCE} engines fetch blocks already")
+        self._num_calls += 1
+        try:
+            async for block in self._blocks(list(request.addresses), context):
+                yield block
+        finally:
+            self._num_calls -= 1
+
+    async def _blocks(self, addresses: list[bytes], context: Context) -> AsyncIterator[engine_pb2.FetchedBlock]:
+        for start in range(0, len(addresses), self._at_a_time):
+            part = addresses[start : start + self._at_a_time]
+            contents = await self._lend(part)
+            for content in contents:
+                yield engine_pb2.FetchedBlock(content=content, crc32=zlib.crc32(content))
+            if len(contents) < len(part):
+                return

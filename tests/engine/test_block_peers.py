@@ -1,0 +1,260 @@
+"""Blocks over real sockets: what a lender refuses, and what comes of lenders that fail, lie or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import grpc
+import pytest
+
+from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
+from pagoda_server.engine.kv.block_store import Done
+from pagoda_server.engine.serving import block_peers
+from pagoda_server.engine.serving.block_lender import AT_ONCE, BlockLender, Lent
+from pagoda_server.engine.serving.block_peers import BlockPeers
+from pagoda_server.runtime.channel_trust import ChannelTrust
+from pagoda_server.settings import EngineConfig
+
+SIZE, LAYOUT, MOST = 64, b"l" * 32, 20
+LENT = Lent(LAYOUT, SIZE, MOST)
+
+
+def address_of(at: int) -> bytes:
+    return bytes([at]) * 32
+
+
+def content_of(address: bytes) -> bytes:
+    return address * 2
+
+
+class Rows:
+    """Host memory."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(SIZE * 32)
+
+    def host_row(self, host: int) -> memoryview:
+        return memoryview(self.memory)[host * SIZE : (host + 1) * SIZE]
+
+    def copy(self, plan: object) -> None:
+        raise NotImplementedError
+
+
+class Fake(engine_pb2_grpc.BlocksServicer):
+    """A lender that does as it is told."""
+
+    def __init__(self, answer: Callable[[engine_pb2.FetchRequest, Any], Iterator[engine_pb2.FetchedBlock]]) -> None:
+        self._answer = answer
+
+    def Fetch(self, request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        yield from self._answer(request, context)
+
+
+@contextmanager
+def lender(folder: Path, answer: Any) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    engine_pb2_grpc.add_BlocksServicer_to_server(Fake(answer), server)
+    address = f"unix:{folder / 'lender.sock'}"
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(0)
+
+
+def fetched(address: str, count: int = 4) -> tuple[list[bool], Rows]:
+    """Ask for so many blocks; return what became of each."""
+    rows = Rows()
+    peers = BlockPeers(rows, LAYOUT, SIZE, ChannelTrust(EngineConfig(), is_engine=True))
+    peers.read(address, [(address_of(at), at) for at in range(count)])
+    done: list[Done] = []
+    deadline = time.monotonic() + 60
+    while len(done) < count:
+        done += peers.take_done()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    peers.close()
+    assert [each.host for each in done] == [*range(count)]
+    return [each.is_ok for each in done], rows
+
+
+def block(address: bytes, **changes: Any) -> engine_pb2.FetchedBlock:
+    content = content_of(address)
+    return engine_pb2.FetchedBlock(**({"content": content, "crc32": zlib.crc32(content)} | changes))
+
+
+def test_blocks_come_into_their_host_blocks(tmp_path: Path) -> None:
+    def answer(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        assert request.layout == LAYOUT
+        yield from map(block, request.addresses)
+
+    with lender(tmp_path, answer) as address:
+        outcomes, rows = fetched(address)
+    assert outcomes == [True] * 4
+    assert all(bytes(rows.host_row(at)) == content_of(address_of(at)) for at in range(4))
+
+
+WRONG: dict[str, Any] = {
+    "content": {"crc32": 7},
+    "length": {"content": b"x", "crc32": zlib.crc32(b"x")},
+    "too_long": {"content": bytes(SIZE + 1), "crc32": zlib.crc32(bytes(SIZE + 1))},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_comes_behind_a_damaged_block_is_not_taken(tmp_path: Path, wrong: str) -> None:
+    def answer(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        for at, each in enumerate(request.addresses):
+            yield block(each, **(WRONG[wrong] if at == 2 else {}))
+
+    with lender(tmp_path, answer) as address:
+        outcomes, rows = fetched(address)
+    assert outcomes == [True, True, False, False]
+    assert bytes(rows.host_row(3)) == bytes(SIZE)
+
+
+def test_a_stream_that_ends_early_breaks_or_never_ends_costs_blocks_alone(tmp_path: Path) -> None:
+    def ends(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        yield block(request.addresses[0])
+
+    def breaks(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        yield block(request.addresses[0])
+        context.abort(grpc.StatusCode.INTERNAL, "as told")
+
+    def goes_on(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        yield from map(block, request.addresses)
+        while context.is_active():
+            yield block(address_of(9))
+
+    for at, (answer, expected) in enumerate([(ends, 1), (breaks, 1), (goes_on, 4)]):
+        (folder := tmp_path / str(at)).mkdir()
+        with lender(folder, answer) as address:
+            outcomes, rows = fetched(address)
+        assert outcomes == [True] * expected + [False] * (4 - expected)
+        assert bytes(rows.host_row(4)) == bytes(SIZE), "no other host block is written"
+
+
+def test_a_lender_that_hangs_is_given_up(tmp_path: Path) -> None:
+    def hangs(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        yield block(request.addresses[0])
+        while context.is_active():
+            time.sleep(0.01)
+
+    with lender(tmp_path, hangs) as address, patch.object(block_peers, "TIMEOUT_S", 0.5):
+        outcomes, _ = fetched(address)
+    assert outcomes == [True, False, False, False]
+
+
+def test_a_lender_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
+    with patch.object(block_peers, "TIMEOUT_S", 1.0):
+        assert fetched(f"unix:{tmp_path / 'nobody'}")[0] == [False] * 4
+
+
+def test_what_a_thread_does_not_expect_is_a_miss_too() -> None:
+    with patch.object(BlockPeers, "_channel", side_effect=ZeroDivisionError):
+        assert fetched("unix:/x")[0] == [False] * 4
+
+
+# -- the lender -------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Lends blocks 0 to 9."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.parts: list[int] = []
+
+    async def lend(self, addresses: list[bytes]) -> list[bytes]:
+        await self.gate.wait()
+        self.parts.append(len(addresses))
+        known = [address_of(at) for at in range(10)]
+        end = next((at for at, each in enumerate(addresses) if each not in known), len(addresses))
+        return [content_of(each) for each in addresses[:end]]
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[tuple[Engine, Any]]:
+    engine, server = Engine(), grpc.aio.server()
+    trusted = BlockLender(engine.lend, LENT, lambda context: dict(context.invocation_metadata()).get("token") == "t")
+    engine_pb2_grpc.add_BlocksServicer_to_server(trusted, server)
+    address = f"unix:{tmp_path / 'engine.sock'}"
+    server.add_insecure_port(address)
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield engine, engine_pb2_grpc.BlocksStub(channel)
+    await server.stop(0)
+
+
+def asked(addresses: list[bytes], layout: bytes = LAYOUT) -> engine_pb2.FetchRequest:
+    return engine_pb2.FetchRequest(layout=layout, addresses=addresses)
+
+
+TRUSTED = (("token", "t"),)
+
+
+async def test_blocks_are_lent_up_to_the_first_one_that_is_not_cached(served: tuple[Engine, Any]) -> None:
+    _, stub = served
+    got = [each async for each in stub.Fetch(asked([address_of(at) for at in (3, 4, 5, 11, 6)]), metadata=TRUSTED)]
+    assert [each.content for each in got] == [content_of(address_of(at)) for at in (3, 4, 5)]
+    assert all(zlib.crc32(each.content) == each.crc32 for each in got)
+
+
+@pytest.mark.parametrize(
+    ("request_", "metadata", "code", "field"),
+    [
+        (asked([address_of(1)]), (), grpc.StatusCode.UNAUTHENTICATED, "token"),
+        (asked([address_of(1)], b"other"), TRUSTED, grpc.StatusCode.FAILED_PRECONDITION, "layout"),
+        (asked([]), TRUSTED, grpc.StatusCode.INVALID_ARGUMENT, "addresses: are 0, must be from 1 to 20"),
+        (asked([address_of(1)] * 21), TRUSTED, grpc.StatusCode.INVALID_ARGUMENT, "addresses: are 21"),
+        (asked([b"short"]), TRUSTED, grpc.StatusCode.INVALID_ARGUMENT, "addresses: must have 32 bytes each"),
+    ],
+)
+async def test_a_wrong_request_is_refused(
+    served: tuple[Engine, Any], request_: Any, metadata: Any, code: grpc.StatusCode, field: str
+) -> None:
+    engine, stub = served
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.Fetch(request_, metadata=metadata):
+            pass
+    assert caught.value.code() is code
+    assert field in str(caught.value.details())
+    assert not engine.parts, "the loop is not asked"
+
+
+async def test_few_calls_are_served_at_once_and_cancelled_ones_give_their_place_back(
+    served: tuple[Engine, Any],
+) -> None:
+    engine, stub = served
+    engine.gate.clear()
+    calls = [stub.Fetch(asked([address_of(1)]), metadata=TRUSTED) for _ in range(AT_ONCE)]
+    reads = [asyncio.ensure_future(call.read()) for call in calls]
+    while True:
+        refused = stub.Fetch(asked([address_of(1)]), metadata=TRUSTED, timeout=0.5)
+        try:
+            await refused.read()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                break
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+    engine.gate.set()
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            assert [each async for each in stub.Fetch(asked([address_of(1)]), metadata=TRUSTED)]
+            break
+        except grpc.aio.AioRpcError:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
