@@ -81,8 +81,9 @@ def _identity(path: str) -> tuple[int, int]:
 class GrpcPort:
     """An address that a gRPC server is bound to.
 
-    address   unix:PATH or HOST:PORT
-    add_port  the server's method that binds an address and returns the port it took
+    address     unix:PATH or HOST:PORT
+    add_port    the server's method that binds an address and returns the port it took
+    takes_over  whether a server that listens at this Unix socket shall get no more connections
 
     Raises OSError with the reason if the address cannot be bound.
 
@@ -90,21 +91,22 @@ class GrpcPort:
     and does not say why it cannot bind.
     """
 
-    def __init__(self, address: str, add_port: Callable[[str], int]) -> None:
+    def __init__(self, address: str, add_port: Callable[[str], int], takes_over: bool = False) -> None:
         self.address = address  # with the actual port
         self._file: SocketFile | None = None
         if is_unix(address):
-            self._file = _bind_socket(address.removeprefix(UNIX_PREFIX), add_port)
+            self._file = _bind_socket(address.removeprefix(UNIX_PREFIX), add_port, takes_over)
         else:
             self.address = f"{address.rpartition(':')[0]}:{_bind(address, add_port)}"
 
     def leave(self) -> None:
-        """Accept no more connections at HOST:PORT, where others listen too. The server goes on with those it has.
+        """Accept no more connections, because others listen here too. The server goes on with those it has.
 
         This waits a second at most until gRPC has accepted those that have been made: the kernel resets the others.
         gRPC itself offers this only by stopping the server, which cancels the calls that arrive in that moment.
         """
-        _stop_listening(int(self.address.rpartition(":")[2]))
+        if self._file is None:  # a Unix socket is the other server's already
+            _stop_listening(int(self.address.rpartition(":")[2]))
 
     def close(self) -> None:
         """Stop new connections by a Unix socket's path. Call this before the server stops."""
@@ -112,12 +114,13 @@ class GrpcPort:
             self._file.remove()
 
 
-def _bind_socket(path: str, add_port: Callable[[str], int]) -> SocketFile:
+def _bind_socket(path: str, add_port: Callable[[str], int], takes_over: bool) -> SocketFile:
     """Bind under a temporary name, then rename: gRPC deletes that name, and no other server listens there."""
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise OSError(errno.ENAMETOOLONG, f"the path of a socket has at most {_LONGEST_PATH} bytes")
-    remove_stale(path)
-    if os.path.exists(path):
+    if not takes_over:
+        remove_stale(path)
+    if os.path.exists(path) and not takes_over:
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     own = os.path.join(os.path.dirname(path), f".{secrets.token_hex(4)}")
     _bind(UNIX_PREFIX + own, add_port)

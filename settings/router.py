@@ -187,11 +187,11 @@ class RouterSettings(CommonSettings):
         unit="seconds", at_least=0,
     )  # fmt: skip
 
-    max_connection_age_s: float | None = setting(
-        None,
-        "Seconds after which a gRPC connection takes no new calls, so that load balancers spread them anew. Its own "
-        "calls go on to their end.",
-        unit="seconds", at_least=1, at_most=MAX_CONNECTION_AGE_S, shown_default="unlimited",
+    max_connection_age_s: float = setting(
+        60,
+        "Seconds after which a gRPC connection takes no new calls, so that load balancers spread them anew and "
+        "replaced routers can end. Its own calls go on to their end.",
+        unit="seconds", at_least=1, at_most=MAX_CONNECTION_AGE_S,
     )  # fmt: skip
 
     max_requests: int = setting(
@@ -314,6 +314,10 @@ class ServeConfig(RouterSettings, EngineSettings):
     def has_one_engine(self) -> bool:
         """Whether there is one engine, and never another one."""
         return not self.engine.startswith((FILE_PREFIX, DNS_PREFIX)) and "," not in self.engine
+
+    @property
+    def spawns_engine(self) -> bool:
+        return self.engine == SPAWN
 
     @property
     def has_reflection(self) -> bool:

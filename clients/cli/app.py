@@ -18,6 +18,7 @@ from pagoda_server.cli.run import run
 from pagoda_server.cli.token import token
 from pagoda_server.cli.top import top
 from pagoda_server.cli.trace import trace
+from pagoda_server.cli.upgrade import upgrade
 from pagoda_server.settings import ServeConfig
 from pagoda_server.settings.command_line import command
 
@@ -65,6 +66,7 @@ app.command()(status)
 app.command()(top)
 app.command()(trace)
 app.command()(health)
+app.command()(upgrade)
 app.command()(token)
 app.command()(certs)
 app.add_typer(config, name="config")

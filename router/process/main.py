@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,17 +25,15 @@ from ..engines.handshake import channel_trust
 from ..errors import ConfigError
 from ..tenants.identity import read_tenants
 from .call_guard import GRPC_LOGGER, is_worth_logging
+from .parent import ParentLink
 from .public_port import check_exposure
-from .supervisor import ChildFailedError, spawned_engine
-from .workers import ParentLink, WorkerConfig, Workers
+from .supervisor import ChildFailedError
+from .workers import WorkerConfig, Workers
 
 if TYPE_CHECKING:
     from .router import Router
 
 log = logging.getLogger("pagoda.router")
-
-SWITCH_INTERVAL_S = 0.001
-GC_THRESHOLD = 5_000  # net new objects before a collection; a request in flight holds about a hundred
 
 
 def serve(config: ServeConfig, progress: Progress | None = None) -> int:
@@ -54,11 +53,7 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
             if (called := name or other.name) in folders:
                 raise ConfigError(f"--also-serve: two models are called {called}: give one another name, NAME={wanted}")
             folders[called] = other.folder
-        if config.workers > 1:
-            event_loop.run(Workers(named, folders).run())
-        else:
-            with spawned_engine(named, model.folder) as engine:
-                _run(lambda router: router(named, folders, engine))
+        event_loop.run(Workers(named, folders).run())
 
     return _exit_code_of(run, config)
 
@@ -86,10 +81,9 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
             wait_until_read("its tenants", [tenants], partial(read_tenants, tenants), ConfigError, log)
         trust = ChannelTrust(config.serve, is_engine=False)
         wait_until_read(trust.name, trust.paths, trust.read, TrustError, log)
-        folders = {name: Path(folder) for name, folder in config.folders.items()}
-        socket = Path(config.socket)
-        arguments = config.serve, folders, None, parent, config.index, socket, config.spawned, config.replaces
-        _run(lambda router: router(*arguments))
+        router = config.router(parent)
+        event_loop.prefer_streams()
+        event_loop.run(_until_signal(router))
 
     return _exit_code_of(run, config.serve)
 
@@ -116,21 +110,12 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
     return 0
 
 
-def _run(make: Callable[[type[Router]], Router]) -> None:
-    """Run the router with rare garbage collection, and give its event loop the interpreter soon.
-
-    What is in memory now stays, and tokens come and go without reference cycles. With Python's default thresholds,
-    collections held up the streams for 10 ms and more. A thread that parses or tokenizes something large gives way to
-    the event loop after the switch interval: at Python's default of 5 ms the streams waited for 100 ms and more.
-    """
-    from .router import Router  # only now: it takes a while, in which a spawned engine starts
-
-    router = make(Router)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, 50, 50)
-    event_loop.run(router.run())
+async def _until_signal(router: Router) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, router.stop)
+    loop.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: send it to the process that has started this router")
+    await router.run()
 
 
 if __name__ == "__main__":  # Workers runs this module for each router and sends its settings to standard input

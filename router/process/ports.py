@@ -66,14 +66,13 @@ class Served:
 class Ports:
     """The servers of a router, which listen from `listen` on.
 
-    socket  with several routers: of this one's private services; its folder holds those of all routers
+    socket  of this router's private services; its folder holds those of all routers of the server
     """
 
-    def __init__(self, served: Served, socket: Path | None) -> None:
+    def __init__(self, served: Served, socket: Path) -> None:
         config, services = served.config, served.services
         self._served = served
         self._name = next(iter(served.folders))
-        self._shares_port = socket is not None
         self._port: GrpcPort | None = None  # set once it listens
         self._http: HttpPort | None = None  # set with --http, once it listens
         self._max_bytes = services.messages.max_bytes
@@ -93,22 +92,17 @@ class Ports:
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
         self._admin = AdminServicer(fleet=served.fleet, live=services.live, state=served.state)
-        self.group = RouterGroup(self._control, self._admin, self.inference, served.tally, socket) if socket else None
+        self.group = RouterGroup(self._control, self._admin, self.inference, served.tally, socket)
         self._server = self._make_server()
 
-    async def start_privately(self) -> None:
-        """Join the routers that share the port: answer for all of them, and drain if they are draining."""
-        if self.group:
-            await self.group.start()
-            if await self.group.are_others_draining():
-                await self._served.state.drain()
-        await self._served.state.refresh()
+    async def listen(self, takes_over: bool) -> tuple[str, str]:
+        """Serve gRPC, and bind the port of HTTP if there is one. Return its address and URL. Raises ConfigError.
 
-    async def listen(self) -> tuple[str, str]:
-        """Serve gRPC, and bind the port of HTTP if there is one. Return its address and URL. Raises ConfigError."""
+        takes_over  whether another router of this server may listen at the same Unix socket
+        """
         config = self._served.config
         try:
-            self._port = bind(self._server, config)
+            self._port = bind(self._server, config, takes_over)
             await self._server.start()
             if config.http:
                 from .http_port import http_port
@@ -119,7 +113,7 @@ class Ports:
                     self._http_routes(),
                     self._served.identities,
                     on_refusal=self._served.services.observers.refused,
-                    shares_port=self._shares_port,
+                    shares_port=True,
                     are_streams_late=lambda: self._served.wakeups.are_late,
                 )
         except ConfigError:
@@ -155,7 +149,7 @@ class Ports:
         if self._port:
             self._port.close()
         http = (self._http.stop(grace_s),) if self._http else ()
-        await asyncio.gather(self._server.stop(grace_s), *http)
+        await asyncio.gather(self._server.stop(grace_s), self.group.leave(), *http)
 
     # -- what is served ------------------------------------------------------------------------------------------------
 
@@ -163,10 +157,10 @@ class Ports:
         config, services = self._served.config, self._served.services
         refusals: dict[str, Refusal] = {}
         guard = CallGuard(services.messages, self._served.identities, refusals, services.observers.refused)
-        options = server_options(self._shares_port, self._max_bytes, config.max_connection_age_s)
+        options = server_options(True, self._max_bytes, config.max_connection_age_s)
         server = grpc.aio.server(options=options, interceptors=[guard])
-        control: control_pb2_grpc.ControlServicer = self.group.control if self.group else self._control
-        admin: admin_pb2_grpc.AdminServicer = self.group.admin if self.group else self._admin
+        control: control_pb2_grpc.ControlServicer = self.group.control
+        admin: admin_pb2_grpc.AdminServicer = self.group.admin
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         protocols: list[Adapter] = [self.inference, *self._adapters(control, admin)]
@@ -213,9 +207,8 @@ class Ports:
 
         served, state = self._served, self._served.state
         assert served.tally is not None, "there is one with --http"
-        load = self.group.control.current_load if self.group else self._control.current_load
         only_name = self._name if len(served.folders) == 1 else ""
-        shown = Metrics(only_name, served.fleet, served.tally, self._known_of_engines, self._other_tallies)
+        shown = Metrics(only_name, served.fleet, served.tally, self._known_of_engines, self.group.ask_tallies)
         is_resumable = served.config.resume_s > 0
         about = {"models": [*served.folders], "version": installed_version(), "resumable": is_resumable}
         return [
@@ -225,7 +218,7 @@ class Ports:
                 for api in (openai, responses, anthropic, tokens)
                 for route in api.routes(self.inference, self._max_bytes)
             ),
-            *page.routes(LiveFeed(served.fleet, load), about),
+            *page.routes(LiveFeed(served.fleet, self.group.control.current_load), about),
             *metrics.routes(shown.page),
         ]
 
@@ -239,6 +232,3 @@ class Ports:
             self._served.services.admission.is_draining,
             self._served.config.metrics_tenants,
         )
-
-    async def _other_tallies(self) -> list[bytes]:
-        return await self.group.ask_tallies() if self.group else []

@@ -28,6 +28,8 @@ SERVER_OPTIONS = [
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
 ]
+AGE_JITTER = 1.1  # gRPC lengthens a connection's age by a tenth at most
+LAST_CALLS_S = 3.0  # in which calls arrive that clients start before they learn that their connection is too old
 _BYTES_PER_ID = 5  # of a token id on the wire, at most
 _OTHER_BYTES = 512 << 10  # tags and lengths of all fields, and the contents of those with small limits
 
@@ -50,6 +52,11 @@ def server_options(
     if max_connection_age_s is not None:
         options.append(("grpc.max_connection_age_ms", math.ceil(1e3 * max_connection_age_s)))
     return [*options, ("grpc.so_reuseport", int(shares_port))]
+
+
+def longest_age_s(config: RouterSettings) -> float:
+    """Seconds after which no new calls come on the connections of a port that was left."""
+    return AGE_JITTER * config.max_connection_age_s + LAST_CALLS_S
 
 
 @contextlib.contextmanager
@@ -116,13 +123,13 @@ def check_exposure(config: ServeConfig) -> None:
             log.warning("%s %s: without --tls-cert and --tls-key tokens travel in the clear", name, address)
 
 
-def bind(server: grpc.aio.Server, config: ServeConfig) -> GrpcPort:
-    """Bind the configured address with the configured certificate. Raises ConfigError."""
+def bind(server: grpc.aio.Server, config: ServeConfig, takes_over: bool = False) -> GrpcPort:
+    """Bind the configured address with the configured certificate. `takes_over` is GrpcPort's. Raises ConfigError."""
     try:
         if config.tls_cert and config.tls_key:
             credentials = _credentials(config.tls_cert, config.tls_key)
-            return GrpcPort(config.listen, lambda address: server.add_secure_port(address, credentials))
-        return GrpcPort(config.listen, server.add_insecure_port)
+            return GrpcPort(config.listen, lambda address: server.add_secure_port(address, credentials), takes_over)
+        return GrpcPort(config.listen, server.add_insecure_port, takes_over)
     except OSError as error:
         raise ConfigError(f"--listen: cannot bind {config.listen}: {error.strerror or error}") from error
 

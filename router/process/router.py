@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,8 @@ from typing import TYPE_CHECKING
 
 from pagoda.v1 import control_pb2
 
-from ...runtime.followed import in_daemon
 from ...settings import ServeConfig
 from ...settings.engine import weights_of_tenants
-from ...settings.router import SPAWN
 from ..engines.assignment import model_of, signatures
 from ..engines.block_events import BlockEvents
 from ..engines.channel import EngineChannel
@@ -40,12 +37,10 @@ from ..tenants.identity import Identities, Tenants, TenantsFile
 from ..tenants.ledger import OwnLedger, SharedLedger
 from ..tenants.quotas import Quotas
 from ..text.tokenizer import Tokenizer
-from .announce import Announcer
 from .control import ServingState
+from .parent import Parent
 from .ports import Ports, Served
-from .public_port import auth_token, max_message_bytes
-from .supervisor import EngineKeeper, SpawnedEngine
-from .workers import AGE_JITTER, LAST_CALLS_S, ParentLink
+from .public_port import auth_token, longest_age_s, max_message_bytes
 
 # What serves HTTP is imported where it is used: a router without an HTTP port starts sooner, and with less memory.
 if TYPE_CHECKING:
@@ -73,24 +68,24 @@ class Router:
 
     config   its served_model_name is set
     folders  those of the models, by name; the first one's is --model's
-    engine   the engine that this process has started, if it has
-    parent   with several routers: the link to the process that started this one
-    index    with several routers: this one's number
-    replaces with several routers: whether this one listens only once it has an engine, because others serve
-    socket   with several routers: of this one's private services; its folder holds those of all routers
-    spawned  with several routers: address of the engine that the parent has spawned, if it has
+    parent   what has started this one
+    socket   of this one's private services; its folder holds those of all routers of the server
+    index    this one's number among those that were started with it
+    spawned  address of the engine that the parent has spawned, if it has
+    replaces whether this one listens only once it has an engine, because others serve the port, or have served it
+    is_alone whether there is no other router until `join` is called
     """
 
     def __init__(
         self,
         config: ServeConfig,
         folders: Mapping[str, Path],
-        engine: SpawnedEngine | None = None,
-        parent: ParentLink | None = None,
+        parent: Parent,
+        socket: Path,
         index: int = 0,
-        socket: Path | None = None,
         spawned: str | None = None,
         replaces: bool = False,
+        is_alone: bool = False,
     ) -> None:
         self._config = config
         self._folders = folders
@@ -103,10 +98,9 @@ class Router:
         self._index = index
         self._socket = socket
         self._replaces = replaces
-        self._spawned = engine.address if engine else spawned
-        self._supervisor = engine.supervisor if engine else None
+        self._is_alone = is_alone
+        self._spawned = spawned
         self._parent = parent
-        self._keeper: EngineKeeper | None = self._supervisor or parent
         self._live = LiveRequests()
         self._observers = Observers()
         self._traces = import_traces()(config.otlp_endpoint, self._name) if config.otlp_endpoint else None
@@ -127,14 +121,12 @@ class Router:
         self._block_events = BlockEvents()
         self._tally: Tally | None = None  # set with --http, which alone shows it
         self._has_served = asyncio.Event()  # an engine has been ready
-        self._announcer = parent or Announcer(config)
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
         self._is_retired = False
 
     async def run(self) -> None:
-        """Serve until a signal. Raises ConfigError, ChildFailedError."""
-        self._stop_on_signals()
+        """Serve until `stop`. Raises ConfigError."""
         if self._tenants:
             self._tenants.load()
         with contextlib.ExitStack() as stack:
@@ -170,18 +162,16 @@ class Router:
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
             self._ports = self._make_ports()
-            await self._ports.start_privately()
+            if not self._is_alone:
+                await self.join()
+            await self._state.refresh()
             if not self._replaces:
                 await self._listen()
             parts: list[Callable[[], Awaitable[None]]] = [self._fleet.run, members.follow]
             parts.append(partial(self._trust.follow, log))
-            if self._supervisor:
-                parts.append(self._supervisor.run)
             if self._tenants:
                 parts.append(self._tenants.follow)
-            if self._parent:
-                parts.append(partial(self._wait_for_retirement, self._parent))
-            parts.append(self._serve)
+            parts += [self._wait_for_retirement, self._serve]
             if self._tally:
                 parts.append(self._tally.watch_loop)
             async with self._running(parts):
@@ -207,7 +197,7 @@ class Router:
             check=partial(self._check_engine, member.address),
             admit=lambda channel: self._engine_groups[channel.model].admit(channel),
             on_change=self._on_engine_change,
-            on_hang=self._keeper.kill if self._keeper else lambda: None,
+            on_hang=self._parent.kill,
             is_supervised=self._is_engine_ours,
             wakeups=self._wakeups,
             trust=self._trust,
@@ -226,7 +216,7 @@ class Router:
         await self._ports.run_http()
 
     async def _listen(self) -> None:
-        self._announcer.starts(*await self._ports.listen())
+        self._parent.starts(*await self._ports.listen(takes_over=self._replaces))
 
     def _make_ports(self) -> Ports:
         max_bytes = max_message_bytes(
@@ -262,12 +252,12 @@ class Router:
         self._quotas.replace(tenants.quotas)
 
     def _engine_restarts(self) -> int:
-        return self._keeper.restarts if self._keeper else 0
+        return self._parent.restarts
 
     @property
     def _is_engine_ours(self) -> bool:
         """Whether this process or its parent supervises the engine."""
-        return self._config.engine == SPAWN
+        return self._config.spawns_engine
 
     def _may_have(self, model: str) -> list[EngineChannel]:
         """The engines that have a model, or may turn out to."""
@@ -292,14 +282,13 @@ class Router:
     async def _on_engine_change(self) -> None:
         if infos := [channel.info for channel in self._fleet.ready if channel.info]:
             self._has_served.set()
-            if self._keeper:
-                self._keeper.mark_ready()
+            self._parent.mark_ready()
             for model in self._models:
                 if len(self._models) > 1:
                     model.engines.follow_caches()
                 model.adopt([channel.info for channel in model.engines.ready if channel.info])
             self._share(infos)
-            self._announcer.is_ready()
+            self._parent.is_ready()
         await self._state.refresh()
 
     def _share(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
@@ -309,8 +298,8 @@ class Router:
             capacity = sum(info.kv_cache.token_capacity for info in engines)
             self._admission.max_tokens = QUEUE_IN_CACHES * capacity // self._config.workers
 
-    async def _wait_for_retirement(self, parent: ParentLink) -> None:
-        await in_daemon(parent.retires.wait)
+    async def _wait_for_retirement(self) -> None:
+        await self._parent.retired()
         self._is_retired = True
         self._stop.set()
 
@@ -323,7 +312,7 @@ class Router:
         """
         self._stop.clear()
         log.info("other routers take the port: %d requests are left here", len(self._live))
-        age_s = AGE_JITTER * (self._config.max_connection_age_s or 0) + LAST_CALLS_S
+        age_s = longest_age_s(self._config)
         rest = asyncio.create_task(self._ports.leave(age_s, self._config.grace_s))
         signaled = asyncio.create_task(self._stop.wait())
         await asyncio.wait({rest, signaled}, return_when=asyncio.FIRST_COMPLETED)
@@ -332,8 +321,7 @@ class Router:
 
     async def _drain(self) -> None:
         """Report NOT_SERVING, refuse new requests, and let running ones finish within the grace period."""
-        if self._ports.group:
-            await self._ports.group.leave()  # otherwise the router that replaces this one would drain too
+        await self._ports.group.leave()  # otherwise the router that replaces this one would drain too
         await self._state.drain()
         if not self._live:
             return
@@ -372,13 +360,16 @@ class Router:
         self._failure = self._failure or error
         self._stop.set()
 
-    def _stop_on_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        loop.add_signal_handler(
-            signal.SIGUSR2, log.warning, "SIGUSR2: only a server with --workers replaces its routers"
-        )
+    async def join(self) -> None:
+        """Join the routers that share the port: answer for all of them, and drain if they are draining."""
+        group = self._ports.group
+        await group.start()
+        if await group.are_others_draining():
+            await self._state.drain()
+
+    def stop(self) -> None:
+        """Begin to end, once the requests have ended or the grace period is over; the second time at once."""
+        self._stop.set()
 
 
 def _weights_of_tenants(engines: Sequence[control_pb2.EngineInfo]) -> dict[str, float] | None:

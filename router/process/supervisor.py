@@ -56,7 +56,7 @@ class Supervisor:
 
     name            the child's name in the log
     command         what to run
-    first_line      written to the child's standard input when it starts
+    first_line      makes what is written to the child's standard input when it starts
     on_line         called on the event loop with each line that the child prints; None: standard output is shared
     environment     the child's; None: this process's
     stop_timeout_s  time from SIGTERM to SIGKILL
@@ -70,7 +70,7 @@ class Supervisor:
         name: str,
         command: Sequence[str],
         *,
-        first_line: str = "",
+        first_line: Callable[[], str] | None = None,
         on_line: Callable[[str], None] | None = None,
         environment: Mapping[str, str] | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
@@ -119,7 +119,7 @@ class Supervisor:
                 else:
                     log.info("%s started, pid %d", self._name, self._process.pid)
                     if self._first_line:
-                        self.send(self._first_line)
+                        self.send(self._first_line())
                     code = await self._wait(self._process)
                     if self._is_retired:
                         log.info("%s has ended", self._name)

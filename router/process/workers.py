@@ -1,4 +1,7 @@
-"""Several router processes on one port: their parent starts them and the engine, and serves no requests."""
+"""The routers of a server and its engine: one process starts them, replaces them, and stops them.
+
+The first router of a server with one worker runs in this process. All others, and its successors, are child processes.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,35 @@ import contextlib
 import itertools
 import json
 import logging
-import os
+import secrets
+import shutil
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from ...channel.address import is_unix
+from ...runtime import event_loop
 from ...settings import ServeConfig
 from ...settings.setting import flag
 from ..errors import ConfigError
 from .announce import Announcer
-from .public_port import reserved_port
+from .parent import ENGINE_HANGS, ENGINE_READY, RETIRE, SERVES, STARTS, OwnParent, Parent
+from .public_port import longest_age_s, reserved_port
 from .supervisor import Supervisor, spawned_engine
+from .upgrade import answer_upgrades
 
-# -- the parent --------------------------------------------------------------------------------------------------------
-
+if TYPE_CHECKING:
+    from .router import Router
 
 log = logging.getLogger("pagoda.router")
 
 UPGRADE_S = 120.0  # in which routers that replace others have to serve
-AGE_JITTER = 1.1  # gRPC lengthens a connection's age by a tenth at most
-LAST_CALLS_S = 3.0  # in which calls arrive that clients start before they learn that their connection is too old
+LOADING_S = 3600.0  # and in which an engine that replaces another one has to load its model
 STOP_MARGIN_S = 5.0  # beyond the grace period: requests that it cuts off still have to end
 
 
@@ -43,7 +50,7 @@ class WorkerConfig:
     folders  those of the models, by name; the first one's is --model's
     index    this worker's number, from 0
     socket   path of this worker's private services, beside those of all workers
-    replaces whether others serve the port until it can
+    replaces whether it listens only once it has an engine, because others serve the port, or have served it
     spawned  address of the engine that the parent has spawned; None if `serve` says where engines run
     """
 
@@ -62,16 +69,89 @@ class WorkerConfig:
         given = json.loads(line)
         return cls(**(given | {"serve": ServeConfig(**given["serve"])}))
 
+    def router(self, parent: Parent, is_alone: bool = False) -> Router:
+        from .router import Router  # only now: it takes a while, in which a spawned engine starts
+
+        folders = {name: Path(folder) for name, folder in self.folders.items()}
+        socket = Path(self.socket)
+        return Router(self.serve, folders, parent, socket, self.index, self.spawned, self.replaces, is_alone)
+
+
+class Child(Protocol):
+    """A router, in this process or in another one."""
+
+    async def run(self) -> None: ...
+
+    def mark_ready(self) -> None: ...
+
+    def send(self, line: str) -> None: ...
+
+    def retire(self, line: str) -> None: ...
+
+    def terminate(self) -> None: ...
+
+
+class OwnRouter:
+    """A router in this process. It is not started again: this process ends if it fails."""
+
+    def __init__(self, router: Router, parent: OwnParent) -> None:
+        self._router = router
+        self._parent = parent
+
+    async def run(self) -> None:
+        """Serve until cancelled, which begins its end and waits for it, or until it ends after `retire`."""
+        running = asyncio.create_task(self._router.run())
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._router.stop()
+            await running
+            raise
+
+    def mark_ready(self) -> None: ...
+
+    def send(self, line: str) -> None: ...
+
+    def retire(self, line: str) -> None:
+        self._parent.retires.set()
+
+    def terminate(self) -> None:
+        self._router.stop()
+
+
+class SpawnedHere:
+    """An engine that runs for one generation of routers or for several."""
+
+    def __init__(self, config: ServeConfig, folder: Path) -> None:
+        self._stack = contextlib.ExitStack()
+        engine = self._stack.enter_context(spawned_engine(config, folder))
+        assert engine is not None, "the settings ask for one"
+        self.address, self.supervisor = engine
+        self.task = asyncio.create_task(self.supervisor.run())
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self._stack.close()
+
 
 class Generation:
-    """The router processes that were started together: those that serve, their successors, or their predecessors."""
+    """The routers that were started together: those that serve, their successors, or their predecessors.
 
-    def __init__(self) -> None:
-        self.routers: list[Supervisor] = []
+    engine  the spawned one that they use, if they do
+    """
+
+    def __init__(self, engine: SpawnedHere | None) -> None:
+        self.engine = engine
+        self.routers: list[Child] = []
         self.listening: set[int] = set()
         self.ready: set[int] = set()  # routers that have an engine
         self.is_serving = asyncio.Event()  # all are both
         self.tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def restarts(self) -> int:
+        return self.engine.supervisor.restarts if self.engine else 0
 
     def start(self) -> None:
         self.tasks = [asyncio.create_task(router.run()) for router in self.routers]
@@ -87,20 +167,23 @@ class Generation:
 
 
 class Workers:
-    """The workers and their engine, and the order in which they start, are replaced, and stop."""
+    """The routers and their engine, and the order in which they start, are replaced, and stop."""
 
     def __init__(self, config: ServeConfig, folders: Mapping[str, Path]) -> None:
-        self._config = config
+        self._config = config  # once it runs: with the actual ports
         self._folders = folders
-        self._engine: Supervisor | None = None
+        self._generations: list[Generation] = []  # the one that serves, and those that come or go
         self._serving: Generation | None = None
-        self._generations: list[Generation] = []  # that one, and those that come or go
         self._count = itertools.count()
+        # A folder of this process. One router alone leaves none behind when it is killed: it needs one to be replaced.
+        self._private = Path(tempfile.gettempdir(), f"pagoda-{secrets.token_hex(8)}")
+        self._alone: Router | None = None  # the one that serves in this process, until it shall be replaced
         self._announcer = Announcer(config)
         self._is_announced = False
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
-        self._upgrade = asyncio.Event()
+        self._signaled = asyncio.Event()  # to replace the routers
+        self._upgrading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -112,34 +195,35 @@ class Workers:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        loop.add_signal_handler(signal.SIGUSR2, self._upgrade.set)
+        loop.add_signal_handler(signal.SIGUSR2, self._signaled.set)
         with contextlib.ExitStack() as stack:
-            config = replace(self._config, listen=stack.enter_context(reserved_port(self._config.listen)))
+            config = self._config
+            if config.workers > 1 or not is_unix(config.listen):
+                config = replace(config, listen=stack.enter_context(reserved_port(config.listen)))
             if config.http:
                 config = replace(config, http=stack.enter_context(reserved_port(config.http, "--http")))
-            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-"))
+            stack.callback(shutil.rmtree, self._private, ignore_errors=True)
+            if config.workers > 1:
+                self._private.mkdir(mode=0o700)
             if config.tenants_file and not config.quotas_file:
-                config = replace(config, quotas_file=f"{private}/quotas")
-            engine = stack.enter_context(spawned_engine(self._config, next(iter(self._folders.values()))))
-            self._engine = engine.supervisor if engine else None
-            await self._run_until_stopped(partial(self._start, config, engine.address if engine else None, private))
+                self._private.mkdir(mode=0o700, exist_ok=True)
+                config = replace(config, quotas_file=f"{self._private}/quotas")
+            self._config = config
+            await self._run_until_stopped()
 
-    async def _run_until_stopped(self, start: Callable[[], Generation]) -> None:
-        """Run every process until a signal or a failure. Routers end before the engine, which their requests need."""
-        self._serving = start()
-        others = [asyncio.create_task(self._replace_when_asked(start))]
-        if self._engine:
-            others.append(asyncio.create_task(self._engine.run()))
+    async def _run_until_stopped(self) -> None:
+        """Run every process until a signal or a failure. Routers end before their engine, which their requests need."""
+        self._serving = self._start(self._start_engine())
+        others = [asyncio.create_task(each) for each in (self._upgrade_when_signaled(), answer_upgrades(self.upgrade))]
         for task in others:
             task.add_done_callback(self._on_end)
         try:
             await self._stop.wait()
         finally:
-            others[0].cancel()
-            await asyncio.gather(*(generation.stop() for generation in self._generations))
             for task in (*others, *self._leaving):
                 task.cancel()
             await asyncio.gather(*others, *self._leaving, return_exceptions=True)
+            await asyncio.gather(*(self._end(generation) for generation in [*self._generations]))
         if self._failure is not None:
             raise self._failure
 
@@ -149,79 +233,135 @@ class Workers:
             self._failure = self._failure or error
             self._stop.set()
 
-    async def _replace_when_asked(self, start: Callable[[], Generation]) -> None:
-        while True:
-            await self._upgrade.wait()
-            self._upgrade.clear()
-            await self._replace(start())
+    # -- replacing -----------------------------------------------------------------------------------------------------
 
-    async def _replace(self, new: Generation) -> None:
-        """Let these routers take the place of those that serve once they do, or end them if they cannot."""
-        log.info("starting %d routers that replace the others", len(new.routers))
-        serving = asyncio.create_task(new.is_serving.wait())
+    async def _upgrade_when_signaled(self) -> None:
+        while True:
+            await self._signaled.wait()
+            self._signaled.clear()
+            await self.upgrade(with_engine=False)
+
+    async def upgrade(self, with_engine: bool) -> str:
+        """Let new routers take the place of those that serve, once they do; so does a new engine of a spawned one.
+
+        Returns why they have not; "": they have.
+        """
+        async with self._upgrading:
+            old = self._serving
+            assert old is not None, "a generation has been started before"
+            if with_engine and any(other.engine is not old.engine for other in self._generations):
+                why = "an engine that was replaced before still runs streams, and there is no third one beside it"
+                log.error("the routers are not replaced: %s", why)
+                return why
+            log.info("starting %d routers that replace the others", len(old.routers))
+            if self._alone:
+                self._private.mkdir(mode=0o700, exist_ok=True)
+                await self._alone.join()
+                self._alone = None
+            new = self._start(self._start_engine() if with_engine else old.engine)
+            if why := await self._why_not_serving(new, UPGRADE_S + (LOADING_S if with_engine and new.engine else 0)):
+                log.error("the routers are not replaced: %s", why)
+                await self._end(new)
+                return why
+            self._serving = new
+            for router in old.routers:
+                router.retire(RETIRE)
+            leaving = asyncio.create_task(self._see_off(old))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            log.info("the routers have been replaced")
+            return ""
+
+    async def _why_not_serving(self, new: Generation, timeout_s: float) -> str:
+        """Wait until these routers serve. Return why they do not; "": they do."""
+        serving, stopping = asyncio.create_task(new.is_serving.wait()), asyncio.create_task(self._stop.wait())
+        parts = [*new.tasks, *((new.engine.task,) if new.engine else ())]
         try:
-            done, _ = await asyncio.wait({serving, *new.tasks}, timeout=UPGRADE_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {serving, stopping, *parts}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             serving.cancel()
-        if not new.is_serving.is_set():
-            why = next((str(task.exception()) for task in done), f"others do not serve within {UPGRADE_S:.0f} s")
-            log.error("the routers are not replaced: %s", why)
-            await new.stop()
-            self._generations.remove(new)
-            return
-        old, self._serving = self._serving, new
-        assert old is not None, "a generation has been started before"
-        for router in old.routers:
-            router.retire(RETIRE)
-        leaving = asyncio.create_task(self._see_off(old))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
-        log.info("the routers have been replaced")
+            stopping.cancel()
+        if self._stop.is_set():
+            return "the server ends"
+        if new.is_serving.is_set():
+            return ""
+        failed = [part for part in parts if part in done and not part.cancelled()]
+        return str(failed[0].exception()) if failed else f"others do not serve within {timeout_s:.0f} s"
 
     async def _see_off(self, old: Generation) -> None:
         """Wait until retired routers have ended, and kill one that does not."""
-        age_s = self._config.max_connection_age_s or 0
-        await asyncio.wait(old.tasks, timeout=AGE_JITTER * age_s + LAST_CALLS_S + self._config.grace_s + STOP_MARGIN_S)
-        await old.stop()
-        self._generations.remove(old)
+        age_s = longest_age_s(self._config)
+        await asyncio.wait(old.tasks, timeout=age_s + self._config.grace_s + STOP_MARGIN_S)
+        await self._end(old)
 
-    def _start(self, config: ServeConfig, spawned: str | None, private: str) -> Generation:
+    async def _end(self, generation: Generation) -> None:
+        """Stop routers, and then their engine unless others use it."""
+        await generation.stop()
+        if generation in self._generations:
+            self._generations.remove(generation)
+            engine = generation.engine
+            if engine and all(other.engine is not engine for other in self._generations):
+                await engine.stop()
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _start_engine(self) -> SpawnedHere | None:
+        if not self._config.spawns_engine:
+            return None
+        engine = SpawnedHere(self._config, next(iter(self._folders.values())))
+        is_serving = lambda: self._serving is None or self._serving.engine is engine  # noqa: E731
+        engine.task.add_done_callback(lambda task: self._on_end(task) if is_serving() else None)
+        return engine
+
+    def _start(self, engine: SpawnedHere | None) -> Generation:
         """Start a generation of routers."""
-        number, generation = next(self._count), Generation()
-        for index in range(config.workers):
-            socket = f"{private}/router-{number}-{index}.sock"
-            generation.routers.append(self._router(generation, index, config, spawned, socket, number > 0))
+        number, generation = next(self._count), Generation(engine)
         self._generations.append(generation)
+        for index in range(self._config.workers):
+            generation.routers.append(self._router(number, generation, index))
         generation.start()
+        is_serving = lambda: self._serving in (None, generation)  # noqa: E731
         for task in generation.tasks:
-            task.add_done_callback(lambda task: self._on_end(task) if generation is self._serving else None)
+            task.add_done_callback(lambda task: self._on_end(task) if is_serving() else None)
         return generation
 
-    def _router(
-        self, generation: Generation, index: int, config: ServeConfig, spawned: str | None, socket: str, is_later: bool
-    ) -> Supervisor:
-        count = config.workers
+    def _router(self, number: int, generation: Generation, index: int) -> Child:
+        count = self._config.workers
         part = replace(
-            config,
-            max_requests=_part(config.max_requests, index, count),
-            max_queued_tokens=config.max_queued_tokens and _part(config.max_queued_tokens, index, count),
+            self._config,
+            max_requests=_part(self._config.max_requests, index, count),
+            max_queued_tokens=self._config.max_queued_tokens and _part(self._config.max_queued_tokens, index, count),
         )
         folders = {name: str(folder) for name, folder in self._folders.items()}
+        socket = f"{self._private}/router-{number}-{index}.sock"
+        spawned = generation.engine.address if generation.engine else None
+        on_line = partial(self._on_line, generation, index)
+
+        def config() -> WorkerConfig:
+            return WorkerConfig(part, folders, index, socket, spawned, replaces=self._is_announced)
+
+        if number == 0 and count == 1:
+            parent = OwnParent(on_line, lambda: generation.restarts)
+            self._alone = config().router(parent, is_alone=True)
+            event_loop.prefer_streams()
+            return OwnRouter(self._alone, parent)
         return Supervisor(
             f"router {index}",
             [sys.executable, "-m", "pagoda_server.router.process.main"],
-            first_line=WorkerConfig(part, folders, index, socket, spawned, is_later).to_line(),
-            on_line=partial(self._on_line, generation, index),
-            stop_timeout_s=config.grace_s + STOP_MARGIN_S,
+            first_line=lambda: config().to_line(),
+            on_line=on_line,
+            stop_timeout_s=self._config.grace_s + STOP_MARGIN_S,
         )
 
     def _on_line(self, generation: Generation, index: int, line: str) -> None:
         log.debug("router %d: %s", index, line)
-        if line == ENGINE_READY and self._engine:
-            self._engine.mark_ready()
+        if line == ENGINE_READY and generation.engine:
+            generation.engine.supervisor.mark_ready()
             self._send_restarts()
-        elif line == ENGINE_HANGS and self._engine:
-            self._engine.kill()
+        elif line == ENGINE_HANGS and generation.engine:
+            generation.engine.supervisor.kill()
         elif line == SERVES:
             generation.ready.add(index)
         elif line.startswith(STARTS):
@@ -239,7 +379,7 @@ class Workers:
     def _send_restarts(self) -> None:
         for generation in self._generations:
             for router in generation.routers:
-                router.send(str(self._engine.restarts if self._engine else 0))
+                router.send(str(generation.restarts))
 
     def _on_signal(self) -> None:
         """Stop on the first signal; a second one goes on to the routers and ends their grace period."""
@@ -252,49 +392,3 @@ class Workers:
 
 def _part(whole: int, index: int, count: int) -> int:
     return whole * (index + 1) // count - whole * index // count
-
-
-# -- a worker's end of its pipes ---------------------------------------------------------------------------------------
-
-
-RETIRE = "retire"  # a line of the parent; all others are numbers
-
-# Lines that a worker prints for its parent. The addresses of gRPC and, if there is one, of HTTP follow the first.
-STARTS = "starts "
-SERVES = "serves"
-ENGINE_READY = "engine ready"
-ENGINE_HANGS = "engine hangs"
-
-
-class ParentLink:
-    """Stands in for the engine's supervisor and for the announcer, which are the parent's.
-
-    The parent sends the number of restarts, and RETIRE once others serve the port.
-
-    Standard input ends when the parent dies. This process then exits, because an orphan would hold the port.
-    """
-
-    def __init__(self) -> None:
-        self.restarts = 0
-        self.retires = threading.Event()
-        threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
-
-    def starts(self, address: str, url: str = "") -> None:
-        print(f"{STARTS}{address} {url}".rstrip(), flush=True)
-
-    def is_ready(self) -> None:
-        print(SERVES, flush=True)
-
-    def mark_ready(self) -> None:
-        print(ENGINE_READY, flush=True)
-
-    def kill(self) -> None:
-        print(ENGINE_HANGS, flush=True)
-
-    def _listen(self) -> None:
-        for line in sys.stdin:
-            if line.strip() == RETIRE:
-                self.retires.set()
-            else:
-                self.restarts = int(line)
-        os._exit(1)

@@ -15,8 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import inference_pb2, inference_pb2_grpc
 from pagoda_server.checkpoints import find_model
-from pagoda_server.router.process.router import Router
-from pagoda_server.router.process.supervisor import SpawnedEngine, spawned_engine
+from pagoda_server.router.process.workers import Workers
 from pagoda_server.runtime import event_loop
 from pagoda_server.settings import ServeConfig
 from tests.servers import free_address
@@ -50,8 +49,8 @@ def test_requests_leave_nothing_to_the_garbage_collector(way: str) -> None:
     address, http = free_address(), free_address()
     config = ServeConfig(model="synthetic", served_model_name="synthetic", listen=address, http=http, log_level="error")
 
-    async def main(folder: Path, engine: SpawnedEngine | None) -> None:
-        router = asyncio.create_task(Router(config, {"synthetic": folder}, engine).run())
+    async def main(folder: Path) -> None:
+        server = asyncio.create_task(Workers(config, {"synthetic": folder}).run())
         async with grpc.aio.insecure_channel(address) as channel:
             health, inference = health_pb2_grpc.HealthStub(channel), inference_pb2_grpc.InferenceStub(channel)
             check = health_pb2.HealthCheckRequest()
@@ -81,11 +80,9 @@ def test_requests_leave_nothing_to_the_garbage_collector(way: str) -> None:
                 gc.set_debug(0)
                 gc.garbage.clear()
                 gc.enable()
-        router.cancel()
+        server.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await router
+            await server
         assert not Counter(ours)
 
-    folder = find_model(config.model).folder
-    with spawned_engine(config, folder) as engine:
-        event_loop.run(main(folder, engine))
+    event_loop.run(main(find_model(config.model).folder))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -19,12 +22,13 @@ import pytest
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from tests.end_to_end.asking import Answer, ask, request
-from tests.servers import Server, running_engine, running_server
+from tests.servers import ROOT, Server, running_engine, running_server
 
 pytestmark = pytest.mark.timeout(180)
 
 MODEL = ("--model", "synthetic")
-ROUTERS = (*MODEL, "--workers", "2", "--max-connection-age-s", "1", "--http", "127.0.0.1:0")
+ONE = (*MODEL, "--max-connection-age-s", "1", "--http", "127.0.0.1:0")
+ROUTERS = (*ONE, "--workers", "2")
 TOKENS = 150
 VOCAB = 258
 
@@ -175,13 +179,139 @@ async def test_a_signal_to_end_also_ends_retired_routers_once_their_streams_have
         assert await asyncio.to_thread(server.process.wait, 60) == 0
 
 
+def upgrade(*arguments: str) -> tuple[int, str, str]:
+    """Run `pagoda upgrade`; its exit code and what it prints."""
+    command = [sys.executable, "-m", "pagoda_server.cli", "upgrade", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("at", ["tcp", pytest.param("unix", marks=pytest.mark.thorough)])
+async def test_a_server_of_one_router_is_upgraded_with_its_engine(at: str, tmp_path: Path) -> None:
+    listen = ("--listen", f"unix:{tmp_path}/server") if at == "unix" else ()
+    with running_server(*ONE, *listen, "--step-ms", "5") as server:
+        clients = Clients(server)
+        engine, pid = server.engine(), str(server.process.pid)
+        async with clients.streaming(6, over_http=2):
+            await asyncio.sleep(0.5)
+            code, said, wrong = await asyncio.to_thread(upgrade, pid)
+            assert (code, wrong, said[:8]) == (0, "", "replaced")
+            assert len(routers(server)) == 1, "the first router was this process itself"
+            finished = clients.finished
+            await until(lambda: clients.finished > finished + 12)
+            clients.check()
+        await until(lambda: not engine.is_running())
+        assert server.engine().pid != engine.pid
+        first = routers(server)
+        assert (await asyncio.to_thread(upgrade, "--routers", pid))[0] == 0
+        with grpc.insecure_channel(server.address) as channel:
+            inference = inference_pb2_grpc.InferenceStub(channel)
+            assert ask(inference, request("on", 5)).ids() == expected_tokens(b"on", 5, VOCAB)
+        await until(lambda: len(routers(server)) == 1 and not first & routers(server))
+        assert server.engine().is_running()
+        assert await asyncio.to_thread(server.stop) == 0
+
+
 @pytest.mark.thorough
-def test_a_single_router_says_that_it_cannot_be_replaced_and_goes_on() -> None:
-    with running_server(*MODEL) as server, grpc.insecure_channel(server.address) as channel:
-        server.process.send_signal(signal.SIGUSR2)
-        inference = inference_pb2_grpc.InferenceStub(channel)
-        assert ask(inference, request("on", 5)).ids() == expected_tokens(b"on", 5, VOCAB)
-        assert "SIGUSR2: only a server with --workers" in server.log.read_text()
+async def test_an_upgrade_serves_the_code_that_is_installed_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "pagoda_server"
+    shutil.copytree(ROOT / "src/pagoda_server", package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with running_server(*ONE, "--step-ms", "5") as server, grpc.insecure_channel(server.address) as channel:
+
+        def version() -> str:
+            info = control_pb2_grpc.ControlStub(channel).GetServerInfo(control_pb2.GetServerInfoRequest())
+            return str(info.version)
+
+        before, clients = version(), Clients(server)
+        with (package / "__init__.py").open("a") as code:
+            code.write("\n\ndef installed_version() -> str:\n    return 'new'\n")
+        with (package / "engine/__init__.py").open("a") as code:
+            code.write("\nprint('a new engine', file=__import__('sys').stderr)\n")
+        async with clients.streaming(4, over_http=2):
+            assert version() == before != "new"
+            assert (await asyncio.to_thread(upgrade, str(server.process.pid)))[0] == 0
+            await until(lambda: version() == "new")
+            clients.check()
+        assert "a new engine" in server.log.read_text()
+
+
+@pytest.mark.thorough
+async def test_what_cannot_be_upgraded_goes_on_and_the_command_says_why(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    metadata = (("authorization", "Bearer secret"),)
+    arguments = (*ONE, "--auth-token-file", str(token))
+    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+        inference, pid = inference_pb2_grpc.InferenceStub(channel), str(server.process.pid)
+        engine = server.engine()
+        token.write_text("")
+        code, said, wrong = await asyncio.to_thread(upgrade, pid)
+        assert (code, said) == (1, "")
+        assert "not replaced: router 0" in wrong
+        await until(lambda: len(server.engines()) == 1)
+        assert server.engine().pid == engine.pid, "the new engine has ended again"
+        token.write_text("secret\n")
+        call = inference.Generate(request("long", 2000), metadata=metadata)
+        next(call)
+        assert (await asyncio.to_thread(upgrade, pid))[0] == 0
+        code, _, wrong = await asyncio.to_thread(upgrade, pid)
+        assert code == 1
+        assert "an engine that was replaced before still runs streams" in wrong
+        call.cancel()
+        answer = Answer(list(inference.Generate(request("still", 5), metadata=metadata)))
+        assert answer.ids() == expected_tokens(b"still", 5, VOCAB)
+    code, _, wrong = await asyncio.to_thread(upgrade, pid)
+    assert code == 2
+    assert f"process {pid} is no `pagoda serve` here" in wrong
+
+
+@pytest.mark.thorough
+async def test_a_router_that_is_started_again_listens_once_it_has_an_engine(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/engine.sock"
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(running_engine(address, *MODEL))
+        server = stack.enter_context(running_server(*MODEL, "--workers", "2", "--engine", address))
+        port = int(server.address.rpartition(":")[2])
+
+        def listening() -> set[int]:
+            found = set()
+            for pid in routers(server):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    links = psutil.Process(pid).net_connections("tcp")
+                    if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in links):
+                        found.add(pid)
+            return found
+
+        before = listening()
+        assert len(before) == 2
+        engine.kill()
+        killed = min(before)
+        psutil.Process(killed).kill()
+        await until(lambda: len(routers(server) - {killed}) == 2)
+        await asyncio.sleep(5)  # in which a router starts
+        assert listening() == before - {killed}, "calls do not reach a router that has no engine"
+        stack.enter_context(running_engine(address, *MODEL))
+        await until(lambda: len(listening()) == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_calls_on_old_connections_outlast_the_routers_with_every_default() -> None:
+    """Ten replacements, and as long as it takes until the last router of these has ended."""
+    with running_server(*MODEL, "--workers", "2", "--http", "127.0.0.1:0", "--step-ms", "2") as server:
+        clients = Clients(server)
+        async with clients.streaming(16, over_http=4):
+            for _ in range(10):
+                await asyncio.sleep(1)
+                await replace_routers(server)
+                clients.check()
+            await until(lambda: len(routers(server)) == 2, 200)
+            await asyncio.sleep(2)
+            clients.check()
+        assert clients.finished > 400
 
 
 @pytest.mark.slow
