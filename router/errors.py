@@ -126,7 +126,7 @@ class QuotaExceeded(ResourceExhausted):
     """The tenant has used up one of its quotas.
 
     quota  its name in the tenants file
-    limit  its value there
+    limit  its value there, or this host's part of it
     why    how the request exceeds it
 
     Without `retry_after_s`, waiting does not help.

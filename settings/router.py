@@ -257,6 +257,12 @@ class RouterSettings(CommonSettings):
         "The workers of one server do so without it. Needs --tenants-file.",
         panel=EXPOSURE, is_private=True,
     )  # fmt: skip
+    quota_hosts: int = setting(
+        1,
+        "Hosts with servers that tenants use at once. Each host gets an equal part of every quota, so that all of them "
+        "together keep it. Needs --tenants-file.",
+        panel=EXPOSURE, unit="hosts", at_least=1, at_most=MAX_UINT32,
+    )  # fmt: skip
     tls_cert: str | None = setting(
         None, "PEM file with the server's certificate. Needs --tls-key.", panel=EXPOSURE, is_private=True
     )
@@ -302,6 +308,8 @@ class RouterSettings(CommonSettings):
         super().__post_init__()
         if self.channel_tls_name is not None and self.channel_tls_cert is None:
             raise SettingError("--channel-tls-name needs --channel-tls-cert")
+        if self.quota_hosts > 1 and not self.tenants_file:
+            raise SettingError("--quota-hosts needs --tenants-file, which says who has which quotas")
         if self.quotas_file and not self.tenants_file:
             raise SettingError("--quotas-file needs --tenants-file, which says who has which quotas")
 

@@ -249,7 +249,8 @@ class Router:
 
     def _adopt_tenants(self, tenants: Tenants) -> None:
         self._identities.tokens = tenants.tokens
-        self._quotas.replace(tenants.quotas)
+        hosts = self._config.quota_hosts
+        self._quotas.replace({tenant: quota.part(hosts) for tenant, quota in tenants.quotas.items()})
 
     def _engine_restarts(self) -> int:
         return self._parent.restarts

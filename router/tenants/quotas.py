@@ -33,6 +33,14 @@ class Quota:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
 
+    def part(self, hosts: int) -> Quota:
+        """What one of several hosts may serve of it: an equal part, but at least 1. All together keep the quota."""
+
+        def of(whole: int | None) -> int | None:
+            return whole and max(whole // hosts, 1)
+
+        return Quota(of(self.max_requests), of(self.requests_per_minute), of(self.tokens_per_minute))
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:

@@ -368,6 +368,29 @@ def test_quotas_hold_one_tenant_and_no_other(server: Server, stubs: Stubs) -> No
 
 
 @pytest.mark.thorough
+def test_servers_that_share_no_file_keep_a_quota_together(path: Path) -> None:
+    arguments = (*SYNTHETIC, "--tenants-file", str(path), "--quota-hosts", "2")
+    small = by("small")
+    with contextlib.ExitStack() as stack:
+        running = []
+        for _ in range(2):
+            server = stack.enter_context(running_server(*arguments))
+            channel = stack.enter_context(grpc.insecure_channel(server.address))
+            inference = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(inference.Generate(request("more than a part", max_tokens=16_000), metadata=small))
+            assert exceeded(caught.value) == ("tokens_per_minute", "15000", None)
+            running.append(inference.Generate(request("one of two", max_tokens=10_000), metadata=small))
+            next(running[-1])
+            with pytest.raises(grpc.RpcError) as caught:
+                list(inference.Generate(request("another one", max_tokens=1), metadata=small))
+            assert exceeded(caught.value)[:2] == ("max_requests", "1")
+        for call in running:
+            next(call)
+            call.cancel()
+
+
+@pytest.mark.thorough
 def test_tokens_are_reserved_for_the_longest_answer_and_come_back_if_it_is_shorter(
     server: Server, stubs: Stubs
 ) -> None:

@@ -32,6 +32,18 @@ class Minutes:
         return caught.value.retry_after_s
 
 
+@given(st.integers(1, 10**6) | st.none(), st.integers(1, 100))
+def test_the_parts_of_hosts_are_no_more_than_the_quota_or_one_each(whole: int | None, hosts: int) -> None:
+    parts = Quota(whole, whole, whole).part(hosts)
+    for part in (parts.max_requests, parts.requests_per_minute, parts.tokens_per_minute):
+        if whole is None:
+            assert part is None
+        else:
+            assert part is not None
+            assert part >= 1
+            assert whole - hosts < part * hosts <= max(whole, hosts)
+
+
 def test_a_tenant_without_a_quota_is_not_limited() -> None:
     quotas = Minutes(Quota(max_requests=1)).quotas
     for _ in range(3):
