@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,8 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagoda.v1 import chat_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.checkpoints import find_model
 from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.router.text.tokenizer import Tokenizer
 from tests.end_to_end.asking import Answer, request
-from tests.servers import Server, running_engine, running_server
+from tests.real_models import qwen_gguf
+from tests.servers import ROOT, Server, running_engine, running_server
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
 
@@ -241,6 +244,45 @@ def test_workers_serve_several_models_and_resume_them(tmp_path: Path) -> None:
         for at in range(8):
             resumed = models.inference.Resume(inference_pb2.ResumeRequest(request_id=f"kept-{at}", received=[2]))
             assert Answer(list(resumed)).ids() == expected_tokens(PROMPT, 5, VOCAB["wide"])[2:]
+
+
+def test_an_upgrade_breaks_no_stream_of_any_model(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-connection-age-s", "1") as models:
+        streams = {name: models.stream(name, 600) for name in ("synthetic", "wide")}
+        heads = {name: next(stream) for name, stream in streams.items()}
+        command = [sys.executable, "-m", "pagoda_server.cli", "upgrade", str(models.server.process.pid)]
+        subprocess.run(command, check=True, cwd=ROOT, timeout=120)
+        for name, stream in streams.items():
+            assert models.ids(name, 50) == expected_tokens(PROMPT, 50, VOCAB[name])
+            assert Answer([heads[name], *stream]).ids() == expected_tokens(PROMPT, 600, VOCAB[name])
+        assert models.listed() == [("synthetic", True), ("wide", True), ("tuned", False)]
+
+
+def test_two_real_models_with_tokenizers_of_their_own_serve_side_by_side(tmp_path: Path) -> None:
+    text = "Hello, wörld! 日本の首都は"
+    folders = [find_model(each).folder for each in ("smollm2-135m-instruct", str(qwen_gguf()))]
+    small, coder = "smollm2-135m-instruct", "coder"
+    addresses = [f"unix:{tmp_path}/{name}.sock" for name in (small, coder)]
+    options = ("--deterministic", "--kv-cache-gb", "0.05", "--threads", "1")
+    with contextlib.ExitStack() as stack:
+        for folder, address in zip(folders, addresses, strict=True):
+            stack.enter_context(running_engine(address, "--model", str(folder), *options))
+        also = ("--also-serve", f"{coder}={folders[1]}", "--engine", ",".join(addresses))
+        server = stack.enter_context(running_server("--model", small, *also))
+        channel = stack.enter_context(grpc.insecure_channel(server.address))
+        inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
+        models = Models(server, {}, inference, control)
+        models.until_listed((small, True), (coder, True))
+        alone = {}
+        for name, folder in zip((small, coder), folders, strict=True):
+            asked = inference_pb2.TokenizeRequest(model=name, prompt=text)
+            with contextlib.closing(Tokenizer(folder)) as tokenizer:
+                assert [*inference.Tokenize(asked).token_ids] == tokenizer.encode(text), name
+            alone[name] = models.ids(name, 20)
+        assert alone[small] != alone[coder]
+        streams = {name: models.stream(name, 20) for name in (small, coder)}
+        for name, stream in streams.items():
+            assert Answer(list(stream)).ids() == alone[name], "the other one's stream changes nothing"
 
 
 def test_an_engine_with_a_model_that_is_not_served_is_refused(tmp_path: Path) -> None:
