@@ -19,13 +19,13 @@ from ...channel.link import MAX_MESSAGE_BYTES
 from ...channel.listening import channel_keepalive
 from ...runtime.channel_trust import ChannelTrust, Trust
 from ..kv.block_store import Done, HostRows
+from .block_lender import Lent
 
 log = logging.getLogger("pagoda.engine")
 
 AT_ONCE = 4  # calls: a lender that hangs must not hold up those that do not
 TIMEOUT_S = 2.0  # of a call: no sequence waits longer
 MOST_CHANNELS = 32
-REPORT_EACH = 8  # blocks: a sequence starts once the last one is reported
 _LOG_EVERY_S = 60.0
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -38,18 +38,16 @@ _OPTIONS = [
 
 class BlockPeers:
     """
-    rows            host memory
-    layout          what decides what a block holds; lenders must have the same
-    bytes_per_block  of a block's content
-    trust           what guards engines at HOST:PORT
+    rows   host memory
+    lent   what this engine lends, and what a lender must have, too
+    trust  what guards engines at HOST:PORT
 
     `read` and `take_done` are for the loop's thread.
     """
 
-    def __init__(self, rows: HostRows, layout: bytes, bytes_per_block: int, trust: ChannelTrust) -> None:
+    def __init__(self, rows: HostRows, lent: Lent, trust: ChannelTrust) -> None:
         self.rows = rows
-        self.layout = layout
-        self.bytes_per_block = bytes_per_block
+        self.lent = lent
         self._trust = trust
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
@@ -94,7 +92,7 @@ class BlockPeers:
     def _fetch(self, peer: str, wanted: Sequence[tuple[bytes, int]], asked_at: float) -> int:
         """Fetch blocks into their host blocks; return how many of the first ones came whole."""
         trust, channel = self._channel(peer)
-        request = engine_pb2.FetchRequest(layout=self.layout, addresses=[address for address, _ in wanted])
+        request = engine_pb2.FetchRequest(layout=self.lent.layout, addresses=[address for address, _ in wanted])
         timeout_s = TIMEOUT_S - (time.perf_counter() - asked_at)
         num_whole = 0
         if timeout_s <= 0:
@@ -102,7 +100,7 @@ class BlockPeers:
         call = engine_pb2_grpc.BlocksStub(channel).Fetch(request, timeout=timeout_s, metadata=trust.metadata)
         try:
             for (_, host), block in zip(wanted, call, strict=False):
-                if len(block.content) != self.bytes_per_block or zlib.crc32(block.content) != block.crc32:
+                if len(block.content) != self.lent.bytes_per_block or zlib.crc32(block.content) != block.crc32:
                     self._log(f"{peer} has sent a damaged block")
                     break
                 self.rows.host_row(host)[:] = block.content

@@ -37,8 +37,6 @@ from ..kv.blocks import BlockPool
 from ..loop.loop import EngineLoop, Wake
 from ..runners.load import InformedRunner, load_runner
 from ..scheduling.scheduler import Scheduler
-from .block_lender import Lent
-from .block_peers import BlockPeers
 from .kv_store import layout_of, open_store, restore
 from .listen import check_exposure, start_listening
 from .server import EngineServer
@@ -46,6 +44,7 @@ from .server import EngineServer
 if TYPE_CHECKING:
     from ..guidance import Grammars
     from ..runners.runner_info import RunnerInfo
+    from .block_peers import BlockPeers
 
 log = logging.getLogger("pagoda.engine")
 
@@ -124,7 +123,7 @@ async def _serve(
         # The first signal begins the grace period, and a second one ends it.
         events.add_signal_handler(number, lambda: (stop if leaves.is_set() else leaves).set())
     peers = peers_of(config, runner, fingerprint, trust)
-    layout = peers.layout if peers is not None else b""
+    layout = peers.lent.layout if peers is not None else b""
     server = EngineServer(
         engine_info(config, runner, folder, fingerprint), partial(make_grammars, folder, info), block_layout=layout
     )
@@ -159,11 +158,9 @@ async def _serve(
     server.attach(loop.inbox)
     if store is not None:
         store.start(lambda: loop.inbox.put(Wake()))
-    lent = None
     if peers is not None:
         peers.start(lambda: loop.inbox.put(Wake()))
-        lent = Lent(peers.layout, peers.bytes_per_block, -(-info.max_model_len // pool.block_size))
-    listener = await start_listening(server, config, trust, lent)
+    listener = await start_listening(server, config, trust, peers.lent if peers is not None else None)
     ended = engine.submit(loop.run)
     log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
     await _first_of(leaves, stop)
@@ -191,7 +188,12 @@ def peers_of(config: EngineConfig, runner: InformedRunner, fingerprint: str, tru
     if (certificates := trust.current.certificates) is not None and not certificates.is_clients:
         log.info("no blocks are fetched or lent: --channel-tls-cert is a server's alone, and no client's")
         return None
-    return BlockPeers(runner, layout_of(config, info, fingerprint), spec.bytes_per_block, trust)
+    # Only now: an engine that its router has started loads no gRPC.
+    from .block_lender import Lent
+    from .block_peers import BlockPeers
+
+    most = -(-info.max_model_len // spec.block_size)
+    return BlockPeers(runner, Lent(layout_of(config, info, fingerprint), spec.bytes_per_block, most), trust)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

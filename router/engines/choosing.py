@@ -187,7 +187,8 @@ class ByPrefix(Chooser):
         for at, (engine, (count, uncomputed, rate)) in enumerate(zip(engines, outlooks, strict=True)):
             hit = STRIDE * found[cached.place] if found and (cached := engine.cached) is not None else 0
             hits.append(hit)
-            if hit and hit >= WARM * prompt_len and count < most + max(SLACK, SLACK_PART * engine.max_num_seqs):
+            # A prefix is known to whole strides, so almost one more may be cached: of a short prompt, a large part.
+            if hit and hit + STRIDE > WARM * prompt_len and count < most + max(SLACK, SLACK_PART * engine.max_num_seqs):
                 warm.append(at)
             fill = count / (engine.max_num_seqs or 1)
             seconds = (uncomputed + prompt_len - hit) / (rate or usual_rate)

@@ -54,7 +54,7 @@ def server_options(
     return [*options, ("grpc.so_reuseport", int(shares_port))]
 
 
-def longest_age_s(config: RouterSettings) -> float:
+def longest_age_s(config: ServeConfig) -> float:
     """Seconds after which no new calls come on the connections of a port that was left."""
     return AGE_JITTER * config.max_connection_age_s + LAST_CALLS_S
 

@@ -74,7 +74,7 @@ def lender(folder: Path, answer: Any) -> Iterator[str]:
 def fetched(address: str, count: int = 4) -> tuple[list[bool], Rows]:
     """Ask for so many blocks; return what became of each."""
     rows = Rows()
-    peers = BlockPeers(rows, LAYOUT, SIZE, ChannelTrust(EngineConfig(), is_engine=True))
+    peers = BlockPeers(rows, LENT, ChannelTrust(EngineConfig(), is_engine=True))
     peers.read(address, [(address_of(at), at) for at in range(count)])
     done: list[Done] = []
     deadline = time.monotonic() + 60
@@ -174,8 +174,13 @@ class Engine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.parts: list[int] = []
+        self.num_waiting = 0
+        self.is_full = asyncio.Event()  # as many calls as may be are there
 
     async def lend(self, addresses: list[bytes]) -> list[bytes]:
+        self.num_waiting += 1
+        if self.num_waiting == AT_ONCE:
+            self.is_full.set()
         await self.gate.wait()
         self.parts.append(len(addresses))
         known = [address_of(at) for at in range(10)]
@@ -239,13 +244,10 @@ async def test_few_calls_are_served_at_once_and_cancelled_ones_give_their_place_
     engine.gate.clear()
     calls = [stub.Fetch(asked([address_of(1)]), metadata=TRUSTED) for _ in range(AT_ONCE)]
     reads = [asyncio.ensure_future(call.read()) for call in calls]
-    while True:
-        refused = stub.Fetch(asked([address_of(1)]), metadata=TRUSTED, timeout=0.5)
-        try:
-            await refused.read()
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                break
+    await engine.is_full.wait()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Fetch(asked([address_of(1)]), metadata=TRUSTED).read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for call in calls:
         call.cancel()
     await asyncio.gather(*reads, return_exceptions=True)

@@ -135,6 +135,14 @@ def by_prefix(fleet: Sequence[Engine], asked: Asked) -> tuple[str, str]:
     return name, next(iter(rule.choices))[1]
 
 
+def test_a_short_prompt_whose_last_stride_is_not_known_is_still_warm() -> None:
+    (prompt,) = prompts(1, 330)
+    fleet = [caching(Engine("warm", num_sequences=4), prompt[:256]), Engine("cold")]
+    assert by_prefix(fleet, Asked(prompt)) == ("warm", "cached")
+    fleet = [caching(Engine("warm", num_sequences=4), prompt[:192]), Engine("cold")]
+    assert by_prefix(fleet, Asked(prompt)) == ("cold", "cost")
+
+
 def test_a_prompt_goes_to_the_engine_that_has_it_cached_unless_that_makes_it_wait() -> None:
     (prompt,) = prompts(1)
     fleet = [*engines(3), caching(Engine("warm"), prompt[:5500])]
