@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 300.0
+CHECKS_OF_WORKERS = 12  # a connection reaches any of the routers: one that is not ready is hardly missed
 
 
 def free_address() -> str:
@@ -59,12 +60,17 @@ class Server:
             request = health_pb2.HealthCheckRequest(service=service)
             return health_pb2_grpc.HealthStub(channel).Check(request, timeout=60).status
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S, checks: int = 1) -> None:
+        """Wait until so many checks in a row, each on a connection of its own, find the server ready."""
         deadline = time.monotonic() + timeout_s
+        num_ready = 0
         while True:
             try:
-                if self.health() == health_pb2.HealthCheckResponse.SERVING:
+                num_ready = num_ready + 1 if self.health() == health_pb2.HealthCheckResponse.SERVING else 0
+                if num_ready == checks:
                     return
+                if num_ready:
+                    continue
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
@@ -102,7 +108,7 @@ def running_server(*arguments: str, ready: bool = True, inside: Sequence[str] = 
         http, _, address = message.strip().removeprefix("starting on ").rpartition(" and ")
         server = Server(process, address, log, http)
         if ready:
-            server.wait_ready()
+            server.wait_ready(checks=CHECKS_OF_WORKERS if "--workers" in arguments else 1)
         yield server
 
 

@@ -164,7 +164,7 @@ async def test_a_router_without_sequences_gets_the_load_four_times_a_second(addr
             while other.load is None or other.load.steps < steps:  # noqa: ASYNC110 (the other task reads it)
                 await asyncio.sleep(0.01)
         receiving.cancel()
-        assert session.num_messages > 500
+        assert session.num_messages > 200, "a slow machine merges steps"
         assert 2 <= other.num_messages <= 4 * (took_s + 1) + 3, "hello, the load at its start, and no load of each step"
 
 
