@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from pagoda_server.cli.terminal import print_error
+
 EXIT_NOT_REPLACED, EXIT_NO_SERVER = 1, 2
 
 
@@ -21,22 +23,22 @@ def upgrade(
     from pagoda_server.router.process.upgrade import ALL, IS_SUPPORTED, ROUTERS, NoAnswerError, ask, servers
 
     if not IS_SUPPORTED:
-        typer.echo("error: this command needs Linux; SIGUSR2 replaces a server's routers elsewhere", err=True)
+        print_error("this command needs Linux; SIGUSR2 replaces a server's routers elsewhere")
         raise typer.Exit(EXIT_NO_SERVER)
     if pid is None:
         found = servers()
         if len(found) != 1:
             pids = ", ".join(map(str, found))
             which = f"several servers run here, say which: {pids}" if found else "no `pagoda serve` runs here"
-            typer.echo(f"error: {which}", err=True)
+            print_error(which)
             raise typer.Exit(EXIT_NO_SERVER)
         (pid,) = found
     try:
         why = ask(pid, ROUTERS if routers else ALL)
     except NoAnswerError as error:
-        typer.echo(f"error: {error}", err=True)
+        print_error(str(error))
         raise typer.Exit(EXIT_NO_SERVER) from None
     if why:
-        typer.echo(f"error: not replaced: {why}", err=True)
+        print_error(f"not replaced: {why}")
         raise typer.Exit(EXIT_NOT_REPLACED)
     typer.echo("replaced: calls go to new processes; the former ones end with their streams")

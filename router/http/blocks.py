@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 
 from pagoda.v1 import inference_pb2
 
+from ..errors import Aborted
+from .http_call import Answer
+
 Kind = Literal["text", "reasoning", "tool_call"]
 
 
@@ -83,3 +86,30 @@ class Blocks:
         if part:
             self.all[-1].parts.append(part)
             yield Change(Phase.GROWN, self.all[-1], part)
+
+
+class BlockAnswer(Answer):
+    """An answer of blocks, for one sequence. What is streamed overrides `grown`."""
+
+    def __init__(self) -> None:
+        self.blocks = Blocks()
+        self._last: inference_pb2.GenerateResponse | None = None
+
+    def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
+        if message.HasField("finished"):
+            self._last = inference_pb2.GenerateResponse()
+            self._last.CopyFrom(message)
+            return b""
+        return self.grown([*self.blocks.add(message.tokens)])
+
+    def grown(self, changes: list[Change]) -> bytes:
+        """The bytes to send after these changes, which may be none."""
+        return b""
+
+    @property
+    def last(self) -> inference_pb2.GenerateResponse:
+        """The message that ended the sequence. Raises Aborted if the answer is not complete."""
+        assert self._last is not None, "the call has ended well"
+        if self._last.finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
+            raise Aborted("the server ended the request before its answer was complete")
+        return self._last

@@ -27,7 +27,22 @@ _ERRORS = {  # by status, where its name is another than in the OpenAI API
 }
 
 
-class _Messages(Api):
+class _Api(Api):
+    """What both kinds of request have in common."""
+
+    def own_name(self, field: str) -> str:
+        return own_name(field)
+
+    def refusal(self, error: Exception) -> Refusal:
+        refused = refusal(error)
+        known = json.loads(refused.body)["error"]
+        kind = _ERRORS.get(refused.status, known["type"])
+        body = json.dumps({"type": "error", "error": {"type": kind, "message": known["message"]}}).encode()
+        headers = [(name, value) for name, value in refused.headers if name != b"content-length"]
+        return Refusal(refused.status, [*headers, (b"content-length", str(len(body)).encode())], body)
+
+
+class _Messages(_Api):
     """One request of /v1/messages."""
 
     def __init__(self, models: ServedModels) -> None:
@@ -45,14 +60,8 @@ class _Messages(Api):
     def answer(self) -> Answer:
         return (StreamedMessage if self._is_stream else WholeMessage)(self._request_id, self._model)
 
-    def own_name(self, field: str) -> str:
-        return own_name(field)
 
-    def refusal(self, error: Exception) -> Refusal:
-        return _refusal(error)
-
-
-class _CountTokens(Api):
+class _CountTokens(_Api):
     """One request of /v1/messages/count_tokens."""
 
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.TokenizeRequest:
@@ -60,21 +69,6 @@ class _CountTokens(Api):
 
     def answer(self) -> Answer:
         return TokenCount()
-
-    def own_name(self, field: str) -> str:
-        return own_name(field)
-
-    def refusal(self, error: Exception) -> Refusal:
-        return _refusal(error)
-
-
-def _refusal(error: Exception) -> Refusal:
-    refused = refusal(error)
-    known = json.loads(refused.body)["error"]
-    kind = _ERRORS.get(refused.status, known["type"])
-    body = json.dumps({"type": "error", "error": {"type": kind, "message": known["message"]}}).encode()
-    headers = [(name, value) for name, value in refused.headers if name != b"content-length"]
-    return Refusal(refused.status, [*headers, (b"content-length", str(len(body)).encode())], body)
 
 
 def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from pagoda.v1 import inference_pb2
 
-from ...errors import Aborted
 from ...request.conversions import Tokenized
-from ..blocks import Block, Blocks, Change, Phase
+from ..blocks import Block, BlockAnswer, Change, Phase
 from ..errors import Refusal
 from ..http_call import Answer
 
@@ -26,88 +25,56 @@ _DELTAS = {
 }
 
 
-class _Message:
-    """What both forms of an answer share: the blocks, why it ended, and what it took."""
+class WholeMessage(BlockAnswer):
+    """An answer that is kept until it is complete."""
 
     def __init__(self, request_id: str, model: str) -> None:
-        self.blocks = Blocks()
+        super().__init__()
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
-        self._finished: inference_pb2.GenerateResponse | None = None
 
-    def finish(self, message: inference_pb2.GenerateResponse) -> None:
-        self._finished = inference_pb2.GenerateResponse()
-        self._finished.CopyFrom(message)
-
-    def begun(self) -> dict[str, Any]:
-        """The message before its first block; how long the prompt is becomes known with its end."""
-        return self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0, 0)}
-
-    def whole(self) -> dict[str, Any]:
+    def end(self) -> bytes:
         content = [_complete(block) for block in self.blocks.all]
-        return self._head | {"content": content} | self.ending() | {"usage": self.usage()}
+        return _json(self._head | {"content": content} | self._ending() | {"usage": self._usage()})
 
-    def ending(self) -> dict[str, str | None]:
-        """Why the message ended. Raises Aborted if it is not complete."""
-        assert self._finished is not None, "the call has ended well"
-        finished = self._finished.finished
-        if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
-            raise Aborted("the server ended the request before its answer was complete")
+    def _ending(self) -> dict[str, str | None]:
+        """Why the message ended. Raises Aborted."""
+        finished = self.last.finished
         if finished.HasField("stop_string"):
             return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}
         return {"stop_reason": _REASONS[finished.reason], "stop_sequence": None}
 
-    def usage(self) -> dict[str, int]:
-        assert self._finished is not None, "the call has ended well"
-        usage = self._finished.usage
+    def _usage(self) -> dict[str, int]:
+        usage = self.last.usage
         return _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
 
-class WholeMessage(Answer):
-    """An answer that is kept until it is complete."""
-
-    def __init__(self, request_id: str, model: str) -> None:
-        self._message = _Message(request_id, model)
-
-    def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
-        if message.HasField("finished"):
-            self._message.finish(message)
-        for _ in self._message.blocks.add(message.tokens):
-            pass
-        return b""
-
-    def end(self) -> bytes:
-        return _json(self._message.whole())
-
-
-class StreamedMessage(Answer):
+class StreamedMessage(WholeMessage):
     """Server-sent events: blocks that begin, grow and end one after the other, within a message that does."""
 
     media_type = "text/event-stream; charset=utf-8"
 
     def __init__(self, request_id: str, model: str) -> None:
-        self._message = _Message(request_id, model)
+        super().__init__(request_id, model)
         self._has_begun = False
 
-    def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
-        if message.HasField("finished"):
-            self._message.finish(message)
-            return b""
-        changes = [_event(*_of(change)) for change in self._message.blocks.add(message.tokens)]
-        return b"".join([*self._begin(), *changes]) if changes else b""
+    def grown(self, changes: list[Change]) -> bytes:
+        return b"".join([*self._begin(), *(_event(*_of(change)) for change in changes)]) if changes else b""
 
     def _begin(self) -> list[bytes]:
+        """The message before its first block; how long the prompt is becomes known with its end."""
         if self._has_begun:
             return []
         self._has_begun = True
-        return [_event("message_start", message=self._message.begun())]
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0, 0)}
+        return [_event("message_start", message=self._head | empty)]
 
     def end(self) -> bytes:
-        ending = self._message.ending()
+        ending = self._ending()
         return b"".join(
             [
                 *self._begin(),
-                *(_event(*_of(change)) for change in self._message.blocks.end()),
-                _event("message_delta", delta=ending, usage=self._message.usage()),
+                *(_event(*_of(change)) for change in self.blocks.end()),
+                _event("message_delta", delta=ending, usage=self._usage()),
                 _event("message_stop"),
             ]
         )

@@ -110,9 +110,7 @@ def _tools(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
         case None:
             pass
         case str() as mode:
-            if mode not in _MODES:
-                raise InvalidArgument("tool_choice", f"must be one of {', '.join(_MODES)}, or name a function")
-            chat.tool_choice.mode = _MODES[mode]
+            set_mode(chat.tool_choice, mode)
         case choice:
             fields = Fields(choice, "tool_choice.")
             if fields.take("type") != "function":
@@ -123,10 +121,23 @@ def _tools(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
             fields.none_left()
 
 
+def set_mode(choice: chat_pb2.ToolChoice, mode: str) -> None:
+    """Fill the choice. Raises InvalidArgument."""
+    if mode not in _MODES:
+        raise InvalidArgument("tool_choice", f"must be one of {', '.join(_MODES)}, or name a function")
+    choice.mode = _MODES[mode]
+
+
 def _tool(given: Fields) -> chat_pb2.Tool:
     if given.take("type") != "function":
         raise Unimplemented(given.name("type"))
-    function = Fields(given.take("function"), given.name("function."))
+    tool = function_tool(Fields(given.take("function"), given.name("function.")))
+    given.none_left()
+    return tool
+
+
+def function_tool(function: Fields) -> chat_pb2.Tool:
+    """A function that the model may call, of which nothing else is left in the fields."""
     parameters = function.take("parameters", dict, "an object")
     function.flag("strict")  # arguments follow their schema where a call is enforced
     tool = chat_pb2.Tool(
@@ -135,5 +146,4 @@ def _tool(given: Fields) -> chat_pb2.Tool:
         parameters="" if parameters is None else json.dumps(parameters, ensure_ascii=False),
     )
     function.none_left()
-    given.none_left()
     return tool

@@ -8,10 +8,8 @@ from typing import Any
 
 from pagoda.v1 import inference_pb2
 
-from ...errors import Aborted
-from ..blocks import Block, Blocks, Change, Phase
+from ..blocks import Block, BlockAnswer, Change, Phase
 from ..errors import Refusal
-from ..http_call import Answer
 from .requests import Asked
 
 _TYPES = {"text": "message", "reasoning": "reasoning", "tool_call": "function_call"}
@@ -19,11 +17,11 @@ _PREFIXES = {"text": "msg", "reasoning": "rs", "tool_call": "fc"}
 _DELTAS = {"text": "output_text", "reasoning": "reasoning_text", "tool_call": "function_call_arguments"}
 
 
-class _Response:
-    """What both forms of an answer share: its items, why it ended, and what it took."""
+class WholeResponse(BlockAnswer):
+    """An answer that is kept until it is complete."""
 
     def __init__(self, asked: Asked, request_id: str, model: str) -> None:
-        self.blocks = Blocks()
+        super().__init__()
         self._id = request_id
         self._head = {
             "id": f"resp_{request_id}", "object": "response", "created_at": asked.created, "model": model,
@@ -31,31 +29,10 @@ class _Response:
             "service_tier": "default", "truncation": "disabled",
         }  # fmt: skip
         self._echoed = asked.echoed
-        self._finished: inference_pb2.GenerateResponse | None = None
 
-    def finish(self, message: inference_pb2.GenerateResponse) -> None:
-        self._finished = inference_pb2.GenerateResponse()
-        self._finished.CopyFrom(message)
-
-    def begun(self) -> bytes:
-        return self._json(status="in_progress", incomplete_details=None, output=[], usage=None)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the response has ended before the model ended it. Raises Aborted if the server ended it."""
-        assert self._finished is not None, "the call has ended well"
-        if (reason := self._finished.finished.reason) == inference_pb2.FINISH_REASON_CANCELLED:
-            raise Aborted("the server ended the request before its answer was complete")
-        return reason == inference_pb2.FINISH_REASON_LENGTH
-
-    @property
-    def status(self) -> str:
-        return "incomplete" if self.is_cut else "completed"
-
-    def whole(self) -> bytes:
-        assert self._finished is not None, "the call has ended well"
-        last, usage = len(self.blocks.all) - 1, self._finished.usage
-        return self._json(
+    def end(self) -> bytes:
+        last, usage = len(self.blocks.all) - 1, self.last.usage
+        return self.response(
             status=self.status,
             incomplete_details={"reason": "max_output_tokens"} if self.is_cut else None,
             output=[self.item(block, self.is_cut and block.index == last) for block in self.blocks.all],
@@ -68,8 +45,17 @@ class _Response:
             },
         )
 
-    def _json(self, **values: Any) -> bytes:
+    def response(self, **values: Any) -> bytes:
         return _object(self._head | values)[:-1] + b"," + self._echoed + b"}"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the response has ended before the model ended it. Raises Aborted."""
+        return self.last.finished.reason == inference_pb2.FINISH_REASON_LENGTH
+
+    @property
+    def status(self) -> str:
+        return "incomplete" if self.is_cut else "completed"
 
     def id_of(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}_{self._id}_{block.index}"
@@ -103,43 +89,22 @@ def part(block: Block, content: str | None = None) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-class WholeResponse(Answer):
-    """An answer that is kept until it is complete."""
-
-    def __init__(self, asked: Asked, request_id: str, model: str) -> None:
-        self._response = _Response(asked, request_id, model)
-
-    def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
-        if message.HasField("finished"):
-            self._response.finish(message)
-        for _ in self._response.blocks.add(message.tokens):
-            pass
-        return b""
-
-    def end(self) -> bytes:
-        return self._response.whole()
-
-
-class StreamedResponse(Answer):
+class StreamedResponse(WholeResponse):
     """Server-sent events, which are numbered: items begin, grow and end one after the other, within a response."""
 
     media_type = "text/event-stream; charset=utf-8"
 
     def __init__(self, asked: Asked, request_id: str, model: str) -> None:
-        self._response = _Response(asked, request_id, model)
+        super().__init__(asked, request_id, model)
         self._num_events = 0
 
-    def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
-        if message.HasField("finished"):
-            self._response.finish(message)
-            return b""
-        changes = [*self._response.blocks.add(message.tokens)]
+    def grown(self, changes: list[Change]) -> bytes:
         return b"".join([*self._begin(), *self._events(changes)]) if changes else b""
 
     def end(self) -> bytes:
-        is_cut, name = self._response.is_cut, f"response.{self._response.status}"
-        events = [*self._begin(), *self._events([*self._response.blocks.end()], is_cut)]
-        return b"".join([*events, self._event(name, {}, self._response.whole())])
+        is_cut, name = self.is_cut, f"response.{self.status}"
+        events = [*self._begin(), *self._events([*self.blocks.end()], is_cut)]
+        return b"".join([*events, self._event(name, {}, super().end())])
 
     def failed(self, refused: Refusal) -> bytes:
         error = json.loads(refused.body)["error"]
@@ -147,21 +112,22 @@ class StreamedResponse(Answer):
 
     def _begin(self) -> Iterator[bytes]:
         if not self._num_events:
+            begun = self.response(status="in_progress", incomplete_details=None, output=[], usage=None)
             for name in ("response.created", "response.in_progress"):
-                yield self._event(name, {}, self._response.begun())
+                yield self._event(name, {}, begun)
 
     def _events(self, changes: list[Change], is_cut: bool = False) -> Iterator[bytes]:
         for change in changes:
             block = change.block
             at: dict[str, Any] = {"output_index": block.index}
-            inside = at | {"item_id": self._response.id_of(block)}
+            inside = at | {"item_id": self.id_of(block)}
             is_call = block.kind == "tool_call"
             text = inside if is_call else inside | {"content_index": 0}
             name = f"response.{_DELTAS[block.kind]}"
             logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             match change.phase:
                 case Phase.BEGUN:
-                    yield self._event("response.output_item.added", at | {"item": self._response.begun_item(block)})
+                    yield self._event("response.output_item.added", at | {"item": self.begun_item(block)})
                     if not is_call:
                         yield self._event("response.content_part.added", text | {"part": part(block, "")})
                 case Phase.GROWN:
@@ -172,7 +138,7 @@ class StreamedResponse(Answer):
                     else:
                         yield self._event(f"{name}.done", text | {"text": block.content} | logprobs)
                         yield self._event("response.content_part.done", text | {"part": part(block)})
-                    yield self._event("response.output_item.done", at | {"item": self._response.item(block, is_cut)})
+                    yield self._event("response.output_item.done", at | {"item": self.item(block, is_cut)})
 
     def _event(self, name: str, values: dict[str, Any], response: bytes = b"") -> bytes:
         """An event's bytes. response: JSON that it holds besides these values."""

@@ -19,6 +19,7 @@ from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count
 from ...request.json_body import Fields, Json, json_object, shown, translating
 from ...request.structured_outputs import schema_text
+from ..openai.chats import function_tool, set_mode
 
 _IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata")
 _NEEDLESS: dict[str, tuple[object, ...]] = {  # fields that may only ask for what the server does anyway
@@ -32,11 +33,6 @@ _INCLUDED = ("reasoning.encrypted_content",)  # reasoning comes as text, and is 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _VERBOSITIES = ("low", "medium", "high")
 _SUMMARIES = ("auto", "concise", "detailed", "none")
-_MODES = {
-    "none": chat_pb2.TOOL_CHOICE_MODE_NONE,
-    "auto": chat_pb2.TOOL_CHOICE_MODE_AUTO,
-    "required": chat_pb2.TOOL_CHOICE_MODE_REQUIRED,
-}
 _ROLES = {
     "system": chat_pb2.ROLE_SYSTEM,
     "developer": chat_pb2.ROLE_SYSTEM,
@@ -174,9 +170,7 @@ def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
         case None:
             pass
         case str() as mode:
-            if mode not in _MODES:
-                raise InvalidArgument("tool_choice", f"must be one of {', '.join(_MODES)}, or name a function")
-            chat.tool_choice.mode = _MODES[mode]
+            set_mode(chat.tool_choice, mode)
         case choice:
             fields = Fields(choice, "tool_choice.")
             if fields.take("type") != "function":
@@ -279,15 +273,7 @@ class _Items:
 def _tool(given: Fields) -> chat_pb2.Tool:
     if (kind := given.take("type", str, "a string")) != "function":
         raise Unimplemented(f"{given.name('type')} {shown(str(kind))}")
-    parameters = given.take("parameters", dict, "an object")
-    given.flag("strict")  # arguments follow their schema where a call is enforced
-    tool = chat_pb2.Tool(
-        name=given.text("name"),
-        description=given.text("description"),
-        parameters="" if parameters is None else json.dumps(parameters, ensure_ascii=False),
-    )
-    given.none_left()
-    return tool
+    return function_tool(given)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
