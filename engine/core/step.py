@@ -151,7 +151,7 @@ class Ended:
 class CachedBlock(NamedTuple):
     """A full block of the prefix cache.
 
-    parent  the hash of the block before it; None: it is a prompt's first
+    parent  the hash of the block before it; None for the first block of a prompt
     tokens  as many as a block has
     """
 

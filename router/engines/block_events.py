@@ -23,7 +23,7 @@ MOST_BEHIND = 1 << 16  # blocks that a subscriber has not taken, beside twice th
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a subscriber is told.
+    """A change of which a subscriber learns.
 
     stored   blocks that no engine had before; the block before another one comes first
     removed  hashes of blocks that no engine has any more
@@ -37,7 +37,7 @@ class Change:
 
 
 class Subscription:
-    """What one subscriber has been told of the blocks of some engines: a block is there if one of these has it."""
+    """What one subscriber knows of the blocks of some engines: a block is there if one of these has it."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -79,7 +79,7 @@ class Subscription:
         self._add(change)
 
     def lose(self, engine: int) -> None:
-        """Note that an engine has nothing any more, or tells of everything again."""
+        """Note that an engine has nothing any more, or reports everything again."""
         change = Change()
         self._remove(engine, [key for key, engines in self._engines_of.items() if engine in engines], change)
         self._add(change)
@@ -115,7 +115,7 @@ class BlockEvents:
     def subscribe(self, model: str) -> Iterator[Subscription]:
         """Subscribe to engines that have the model. Raises ResourceExhausted, which names the limit.
 
-        The caller then has the engines tell of everything.
+        The caller then has the engines report everything.
         """
         if len(self._subscriptions) >= MOST_SUBSCRIPTIONS:
             raise ResourceExhausted(f"there are {MOST_SUBSCRIPTIONS} subscriptions, which is the limit")

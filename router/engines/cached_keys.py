@@ -18,7 +18,7 @@ MOST_EXPECTED = 1 << 16  # keys
 
 
 class CachedBits:
-    """The engines that have each key cached: one bit an engine, so that one look-up tells of all of them."""
+    """The engines that have each key cached: one bit an engine, so that one look-up finds all of them."""
 
     def __init__(self) -> None:
         self._bits: dict[int, int] = {}  # key → its engines

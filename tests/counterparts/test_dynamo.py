@@ -1,4 +1,4 @@
-"""Dynamo's RadixTree, told by SubscribeKvEvents what two servers have cached, beside the router's own choice."""
+"""Dynamo's RadixTree, fed by SubscribeKvEvents with what two servers have cached, beside the router's own choice."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_conversation_stays_with_the_server_that_has_its_prefix(
     for turn in range(4):
         with ThreadPoolExecutor(12) as users:  # at once: an idle gateway may send everything new to one server
             list(users.map(partial(take_turn, turn), range(12)))
-        time.sleep(0.5)  # until the gateway has been told
+        time.sleep(0.5)  # until the gateway knows
     both = [(after[0] - was[0], after[1] - was[1]) for was, after in zip(before, loads(servers), strict=True)]
     assert all(prompt_tokens > 0 for prompt_tokens, _ in both), "one server got nothing"
     assert all(cached / prompt_tokens > 0.5 for prompt_tokens, cached in both)
@@ -193,7 +193,7 @@ def test_the_gateway_knows_what_servers_have_cached_that_it_has_never_sent_there
     for at, prompt in enumerate(prompts):
         with grpc.insecure_channel(servers[at % 2].address) as channel:
             ask(inference_pb2_grpc.InferenceStub(channel), request(prompt, max_tokens=1))
-    time.sleep(2)  # until the gateway has been told
+    time.sleep(2)  # until the gateway knows
     for prompt in prompts:
         cached = gateway.complete(prompt, 1)["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached >= len(prompt) - 2 * 4, "it was sent to the other server"

@@ -64,8 +64,8 @@ def test_texts_and_chats_become_ids_and_ids_become_texts(server: Server) -> None
 def test_errors_have_the_form_of_their_api(server: Server) -> None:
     refused = Posted(server, MESSAGES, {"model": "other", "max_tokens": 1, **HI})
     assert refused.status == 404
-    told = refused.json()
-    assert (told["type"], told["error"]["type"]) == ("error", "not_found_error")
+    answer = refused.json()
+    assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
     refused = Posted(server, MESSAGES, HI | {"max_tokens": 10**7})
     assert (refused.status, refused.error()["type"]) == (400, "invalid_request_error")
     refused = Posted(server, RESPONSES, {"input": "x", "max_output_tokens": 10**7})

@@ -49,7 +49,7 @@ class Rows:
 
 
 class Fake(engine_pb2_grpc.BlocksServicer):
-    """A lender that does as it is told."""
+    """A lender with a given answer."""
 
     def __init__(self, answer: Callable[[engine_pb2.FetchRequest, Any], Iterator[engine_pb2.FetchedBlock]]) -> None:
         self._answer = answer
@@ -128,7 +128,7 @@ def test_a_stream_that_ends_early_breaks_or_never_ends_costs_blocks_alone(tmp_pa
 
     def breaks(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
         yield block(request.addresses[0])
-        context.abort(grpc.StatusCode.INTERNAL, "as told")
+        context.abort(grpc.StatusCode.INTERNAL, "on purpose")
 
     def goes_on(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
         yield from map(block, request.addresses)

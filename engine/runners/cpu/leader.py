@@ -39,7 +39,7 @@ class Leader:
         self.share = share_of(0, config.tensor_parallel)
         self._config, self._on_loss = config, on_loss
         self._is_in_step, self._is_closed = True, False
-        # The ranks find each other through a file without a name, which no other user opens and nobody leaves behind.
+        # The ranks meet through an unnamed file: no other user can open it, and it vanishes with them.
         self._store = os.memfd_create("pagoda-ranks")
         self._sockets: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
