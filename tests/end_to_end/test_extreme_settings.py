@@ -11,11 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pagoda.v1 import inference_pb2_grpc
 from pagoda_server.settings import RouterSettings
 from pagoda_server.settings.engine import MAX_CONTEXT
 from pagoda_server.settings.setting import MOST_A_CORE, about, flag
-from tests.end_to_end.asking import ask, request
+from tests.end_to_end.asking import request
+from tests.end_to_end.test_tenants import ACME, Stubs, tenants_file
 from tests.servers import running_server
 
 pytestmark = pytest.mark.thorough
@@ -29,11 +29,13 @@ def highest_numbers() -> list[str]:
     return [f"--max-model-len={MAX_CONTEXT}", *(f"{name}={most}" for name, most in highest.items() if most is not None)]
 
 
-def test_a_server_starts_with_its_numbers_as_high_as_they_may_be() -> None:
-    with running_server("--model", "synthetic", *highest_numbers(), "--http", "127.0.0.1:0") as server:
+def test_a_server_starts_with_its_numbers_as_high_as_they_may_be(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(tenants_file("acme"))
+    settings = [*highest_numbers(), f"--tenants-file={tenants}"]
+    with running_server("--model", "synthetic", *settings, "--http", "127.0.0.1:0") as server:
         with grpc.insecure_channel(server.address) as channel:
-            inference = inference_pb2_grpc.InferenceStub(channel)
-            assert ask(inference, request("Hi", max_tokens=3)).text()
+            assert Stubs(channel).ask(ACME, request("Hi", max_tokens=3)).text()
         assert server.stop() == 0
         assert "Traceback" not in server.log.read_text()
 

@@ -105,15 +105,16 @@ def test_every_stream_of_a_killed_engine_goes_on_as_if_nothing_had_happened(pair
         asked |= {f"kept {name}": resumable(cases[name].request, f"kept {name}") for name in KEPT}
         undisturbed |= {f"kept {name}": cases[name].answer for name in KEPT}
         reached = threading.Barrier(len(asked) + 1)
-        with slowed(pair.first):
-            with asleep(pair.second):
+        with asleep(pair.second):
+            with slowed(pair.first):
                 reads = {
                     name: pool.submit(read_all, inference, request, 8 + 2 * at, reached)
                     for at, (name, request) in enumerate(asked.items())
                 }
                 reached.wait(60)
-            time.sleep(0.5)  # the second engine answers the ping that it owes
-            pair.first.kill()
+            pair.first.suspend()  # no stream of it ends any more
+        time.sleep(0.5)  # the second engine answers the ping that it owes
+        pair.first.kill()
         found = {name: Answer(read.result()) for name, read in reads.items()}
         for name, answer in found.items():
             check_same(answer, undisturbed[name], asked[name].sampling.n or 1)

