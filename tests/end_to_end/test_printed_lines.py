@@ -63,12 +63,13 @@ def python_programs(page: str) -> list[str]:
 
 
 def run(server: Server, folder: Path, *command: str) -> str:
-    """What the command prints, with this server's addresses in place of the printed ones."""
+    """What the command prints, with this server's addresses and process in place of the printed ones."""
     command = tuple(
         each.replace("http://127.0.0.1:8000", server.http)
         .replace("Client()", 'Client("127.0.0.1:50051")')
         .replace("localhost:50051", server.address)
         .replace("127.0.0.1:50051", server.address)
+        .replace("pagoda upgrade ", f"pagoda upgrade {server.process.pid} ")
         for each in command
     )
     environment = os.environ | {"PATH": f"{TOOLS}:{os.environ['PATH']}", "PAGODA_ADDRESS": server.address}
