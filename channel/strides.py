@@ -15,9 +15,20 @@ from hashlib import blake2b, sha256
 STRIDE = 64  # tokens
 
 
-def chain_root(salt: str) -> bytes:
-    """Return where the addresses of a prompt's blocks start. Prompts of different salts never share an address."""
-    return sha256(salt.encode()).digest()
+IDENTITY_BYTES = 32  # of an adapter: a SHA-256
+_ADAPTED = b"\xff"  # no salt starts with this byte, because it is in no text's UTF-8
+
+
+def chain_root(salt: str, adapter: bytes = b"") -> bytes:
+    """Return where the addresses of a prompt's blocks start. Those of different salts or adapters are never the same.
+
+    adapter  the identity of the adapter that the prompt is computed with; empty: the base model
+    """
+    if not adapter:
+        return sha256(salt.encode()).digest()
+    if len(adapter) != IDENTITY_BYTES:  # else its end could be the start of a salt
+        raise ValueError(f"an adapter's identity has {IDENTITY_BYTES} bytes, not {len(adapter)}")
+    return sha256(_ADAPTED + adapter + salt.encode()).digest()
 
 
 def first_key(root: bytes) -> int:

@@ -15,6 +15,7 @@ class HoldReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HOLD_REASON_NO_BUDGET: _ClassVar[HoldReason]
     HOLD_REASON_LATE: _ClassVar[HoldReason]
     HOLD_REASON_TOKEN_PENDING: _ClassVar[HoldReason]
+    HOLD_REASON_NO_ADAPTER: _ClassVar[HoldReason]
 
 class MoveKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ HOLD_REASON_NO_BLOCKS: HoldReason
 HOLD_REASON_NO_BUDGET: HoldReason
 HOLD_REASON_LATE: HoldReason
 HOLD_REASON_TOKEN_PENDING: HoldReason
+HOLD_REASON_NO_ADAPTER: HoldReason
 MOVE_KIND_UNSPECIFIED: MoveKind
 MOVE_KIND_WAITS: MoveKind
 MOVE_KIND_STARTED: MoveKind

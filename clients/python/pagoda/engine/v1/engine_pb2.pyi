@@ -10,6 +10,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class AdapterFault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADAPTER_FAULT_UNSPECIFIED: _ClassVar[AdapterFault]
+    ADAPTER_FAULT_NOT_FOUND: _ClassVar[AdapterFault]
+    ADAPTER_FAULT_INVALID: _ClassVar[AdapterFault]
+    ADAPTER_FAULT_FULL: _ClassVar[AdapterFault]
+    ADAPTER_FAULT_CHANGED: _ClassVar[AdapterFault]
+    ADAPTER_FAULT_FAILED: _ClassVar[AdapterFault]
+
 class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     END_REASON_UNSPECIFIED: _ClassVar[EndReason]
@@ -20,6 +29,12 @@ class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     END_REASON_REJECTED: _ClassVar[EndReason]
     END_REASON_FAILED: _ClassVar[EndReason]
     END_REASON_OVERLOADED: _ClassVar[EndReason]
+ADAPTER_FAULT_UNSPECIFIED: AdapterFault
+ADAPTER_FAULT_NOT_FOUND: AdapterFault
+ADAPTER_FAULT_INVALID: AdapterFault
+ADAPTER_FAULT_FULL: AdapterFault
+ADAPTER_FAULT_CHANGED: AdapterFault
+ADAPTER_FAULT_FAILED: AdapterFault
 END_REASON_UNSPECIFIED: EndReason
 END_REASON_STOP: EndReason
 END_REASON_LENGTH: EndReason
@@ -46,7 +61,7 @@ class FetchedBlock(_message.Message):
     def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("submit", "abort", "flush_cache", "take_trace", "ping", "follow_cache", "follow_blocks")
+    __slots__ = ("submit", "abort", "flush_cache", "take_trace", "ping", "follow_cache", "follow_blocks", "load_adapter", "unload_adapter", "follow_adapters")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +69,9 @@ class RouterMessage(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     flush_cache: FlushCache
@@ -61,10 +79,13 @@ class RouterMessage(_message.Message):
     ping: Ping
     follow_cache: FollowCache
     follow_blocks: FollowBlocks
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., follow_blocks: _Optional[_Union[FollowBlocks, _Mapping]] = ...) -> None: ...
+    load_adapter: LoadAdapter
+    unload_adapter: UnloadAdapter
+    follow_adapters: FollowAdapters
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., take_trace: _Optional[_Union[TakeTrace, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., follow_blocks: _Optional[_Union[FollowBlocks, _Mapping]] = ..., load_adapter: _Optional[_Union[LoadAdapter, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapter, _Mapping]] = ..., follow_adapters: _Optional[_Union[FollowAdapters, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id", "outputs", "age_s", "guided", "bad_words", "max_draft_tokens", "readout", "lender")
+    __slots__ = ("first_sequence", "prompt", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "logprobs", "cache", "priority", "timeout_s", "tenant", "slo", "request_id", "outputs", "age_s", "guided", "bad_words", "max_draft_tokens", "readout", "lender", "adapter")
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +106,7 @@ class Submit(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     READOUT_FIELD_NUMBER: _ClassVar[int]
     LENDER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     first_sequence: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: _inference_pb2.Sampling
@@ -105,7 +127,8 @@ class Submit(_message.Message):
     max_draft_tokens: int
     readout: Readout
     lender: Lender
-    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., age_s: _Optional[float] = ..., guided: _Optional[_Union[_inference_pb2.Guided, _Mapping]] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., readout: _Optional[_Union[Readout, _Mapping]] = ..., lender: _Optional[_Union[Lender, _Mapping]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, first_sequence: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., cache: _Optional[_Union[_inference_pb2.Cache, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., tenant: _Optional[str] = ..., slo: _Optional[_Union[_inference_pb2.Slo, _Mapping]] = ..., request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., age_s: _Optional[float] = ..., guided: _Optional[_Union[_inference_pb2.Guided, _Mapping]] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ..., readout: _Optional[_Union[Readout, _Mapping]] = ..., lender: _Optional[_Union[Lender, _Mapping]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class Lender(_message.Message):
     __slots__ = ("address", "num_tokens")
@@ -151,6 +174,32 @@ class FollowBlocks(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LoadAdapter(_message.Message):
+    __slots__ = ("number", "name", "path", "is_pinned", "identity")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    name: str
+    path: str
+    is_pinned: bool
+    identity: bytes
+    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., is_pinned: bool = ..., identity: _Optional[bytes] = ...) -> None: ...
+
+class UnloadAdapter(_message.Message):
+    __slots__ = ("number", "name")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    name: str
+    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class FollowAdapters(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Ping(_message.Message):
     __slots__ = ("takes_goodbye",)
     TAKES_GOODBYE_FIELD_NUMBER: _ClassVar[int]
@@ -158,7 +207,7 @@ class Ping(_message.Message):
     def __init__(self, takes_goodbye: bool = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "cached_blocks", "answers_pings", "follows_cache", "follows_blocks", "block_layout")
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "cached_blocks", "adapter_answer", "adapters", "answers_pings", "follows_cache", "follows_blocks", "block_layout", "adapter_limits")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -169,10 +218,13 @@ class EngineMessage(_message.Message):
     CACHE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     CACHE_DELTA_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_PINGS_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_CACHE_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_LIMITS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: _control_pb2.EngineInfo
     step: StepOutput
@@ -183,11 +235,64 @@ class EngineMessage(_message.Message):
     cache_snapshot: CacheSnapshot
     cache_delta: CacheDelta
     cached_blocks: CachedBlocks
+    adapter_answer: AdapterAnswer
+    adapters: Adapters
     answers_pings: bool
     follows_cache: bool
     follows_blocks: bool
     block_layout: bytes
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ..., follows_blocks: bool = ..., block_layout: _Optional[bytes] = ...) -> None: ...
+    adapter_limits: AdapterLimits
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., adapter_answer: _Optional[_Union[AdapterAnswer, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ..., follows_blocks: bool = ..., block_layout: _Optional[bytes] = ..., adapter_limits: _Optional[_Union[AdapterLimits, _Mapping]] = ...) -> None: ...
+
+class AdapterLimits(_message.Message):
+    __slots__ = ("max_adapters", "max_loaded", "max_rank")
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOADED_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    max_adapters: int
+    max_loaded: int
+    max_rank: int
+    def __init__(self, max_adapters: _Optional[int] = ..., max_loaded: _Optional[int] = ..., max_rank: _Optional[int] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "identity", "rank", "num_bytes", "is_pinned", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    identity: bytes
+    rank: int
+    num_bytes: int
+    is_pinned: bool
+    path: str
+    def __init__(self, name: _Optional[str] = ..., identity: _Optional[bytes] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., is_pinned: bool = ..., path: _Optional[str] = ...) -> None: ...
+
+class AdapterAnswer(_message.Message):
+    __slots__ = ("number", "adapter", "error")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    adapter: Adapter
+    error: AdapterError
+    def __init__(self, number: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., error: _Optional[_Union[AdapterError, _Mapping]] = ...) -> None: ...
+
+class AdapterError(_message.Message):
+    __slots__ = ("fault", "detail")
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    fault: AdapterFault
+    detail: str
+    def __init__(self, fault: _Optional[_Union[AdapterFault, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Adapters(_message.Message):
+    __slots__ = ("held",)
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, held: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class CacheSnapshot(_message.Message):
     __slots__ = ("number", "keys", "is_first", "is_last")
@@ -290,7 +395,7 @@ class Logprobs(_message.Message):
     def __init__(self, at: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens", "drafted_tokens", "accepted_tokens", "forced_tokens", "matched_grammar", "field")
+    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens", "drafted_tokens", "accepted_tokens", "forced_tokens", "matched_grammar", "field", "adapter_s")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +415,7 @@ class Ended(_message.Message):
     FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MATCHED_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_S_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     reason: EndReason
     matched: int
@@ -329,7 +435,8 @@ class Ended(_message.Message):
     forced_tokens: int
     matched_grammar: bool
     field: str
-    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., matched_grammar: bool = ..., field: _Optional[str] = ...) -> None: ...
+    adapter_s: float
+    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., matched_grammar: bool = ..., field: _Optional[str] = ..., adapter_s: _Optional[float] = ...) -> None: ...
 
 class CacheFlushed(_message.Message):
     __slots__ = ("freed_blocks",)
