@@ -59,20 +59,17 @@ class CachedBits:
         found = [0] * self._taken.bit_length()
         for count, key in enumerate(keys):
             now = left & bits.get(key, 0)
-            if now != left:  # otherwise the call alone would cost as much as the look-up
-                _set_places(found, left ^ now, count)
-            if not now:
+            while left != now:  # the engines that end here
+                place = (left ^ now).bit_length() - 1
+                found[place] = count
+                left ^= 1 << place
+            if not left:
                 return found
-            left = now
-        _set_places(found, left, len(keys))
+        while left:
+            place = left.bit_length() - 1
+            found[place] = len(keys)
+            left ^= 1 << place
         return found
-
-
-def _set_places(found: list[int], bits: int, count: int) -> None:
-    while bits:
-        place = bits.bit_length() - 1
-        found[place] = count
-        bits ^= 1 << place
 
 
 class CachedKeys:

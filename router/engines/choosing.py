@@ -193,10 +193,9 @@ class ByPrefix(Chooser):
             fill = count / (engine.max_num_seqs or 1)
             seconds = (uncomputed + prompt_len - hit) / (rate or usual_rate)
             costs.append(seconds + FULL_S * fill + (QUEUE_S * (fill - 1.0) if fill > 1.0 else 0.0))
-        everyone = range(len(engines))
-        chosen, reason = self._cheapest(everyone, costs), "cost"
+        chosen, reason = self._cheapest(costs), "cost"
         if warm:
-            best = self._cheapest(warm, costs)
+            best = warm[self._cheapest([costs[at] for at in warm])]
             patience_s = PATIENCE_S if asked is None or asked.ttft_s is None else asked.ttft_s / 2
             is_near = costs[best] <= costs[chosen] + patience_s
             chosen, reason = (best, "cached") if is_near else (chosen, "released")
@@ -208,16 +207,15 @@ class ByPrefix(Chooser):
 
     def _lender(self, engines: Sequence[AnEngine], hits: Sequence[int], chosen: int) -> tuple[str, int] | None:
         """Find an engine from which the chosen one can fetch blocks, and so many tokens that it is worth a call."""
-        at = max(range(len(engines)), key=hits.__getitem__)
-        layout = engines[chosen].block_layout
-        if not layout or hits[at] < hits[chosen] + LEAST_LENT or engines[at].block_layout != layout:
+        layout, most = engines[chosen].block_layout, max(hits)
+        if not layout or most < hits[chosen] + LEAST_LENT or engines[at := hits.index(most)].block_layout != layout:
             return None
-        return engines[at].address, hits[at]
+        return engines[at].address, most
 
-    def _cheapest(self, of: Sequence[int], costs: Sequence[float]) -> int:
+    def _cheapest(self, costs: Sequence[float]) -> int:
         """Choose one at random of those that cost about as little as the cheapest: routers must not all run to one."""
-        near = min([costs[at] for at in of]) + NEAR_S
-        return self._random.choice([at for at in of if costs[at] <= near])
+        near = min(costs) + NEAR_S
+        return self._random.choice([at for at, cost in enumerate(costs) if cost <= near])
 
 
 class Automatic(ByPrefix):
