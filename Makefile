@@ -196,7 +196,7 @@ $(SERVE): pyproject.toml clients/python/pyproject.toml setup.py $(wildcard kerne
 # Of pagoda itself only the extras' requirements are missing: nothing is built again.
 $(DEV): $(SERVE)
 	@echo "Installing what tests, lint and benchmarks need, once:"
-	$(call install,'pagoda-server[engine$(comma)tracing$(comma)certs$(comma)bench$(comma)dev]')
+	$(call install,'pagoda-server[engine$(comma)tracing$(comma)certs$(comma)kv-events$(comma)bench$(comma)dev]')
 	@touch $@
 
 $(FUZZ): $(DEV)

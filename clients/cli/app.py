@@ -12,6 +12,7 @@ from pagoda_server.cli.chat import chat
 from pagoda_server.cli.config import config
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, status
+from pagoda_server.cli.kv_events import kv_events
 from pagoda_server.cli.models import list_present, models, pull, remove
 from pagoda_server.cli.plan import plan
 from pagoda_server.cli.run import run
@@ -67,6 +68,7 @@ app.command()(top)
 app.command()(trace)
 app.command()(health)
 app.command()(upgrade)
+app.command()(kv_events)
 app.command()(token)
 app.command()(certs)
 app.add_typer(config, name="config")
