@@ -205,16 +205,18 @@ def victim(folder: Path, workers: int, *arguments: str) -> Iterator[Victim]:
 
 
 class Cable:
-    """A second address of a server, whose connections can be reset."""
+    """A second address of a server, whose connections can be reset, and cut without a word."""
 
-    def __init__(self, address: str) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
+    def __init__(self, target: str) -> None:
+        self.target = target
         self._writers: set[asyncio.StreamWriter] = set()
+        self._is_whole = asyncio.Event()
+        self._is_whole.set()
 
     async def open(self) -> str:
         self._server = await asyncio.start_server(self._carry_both, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self.address
 
     async def close(self) -> None:
         self._server.close()
@@ -228,9 +230,18 @@ class Cable:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
 
+    def cut(self) -> None:
+        """Carry nothing from now on, of new connections either, and tell neither side."""
+        self._is_whole.clear()
+
+    def mend(self) -> None:
+        """Carry new connections again. Those that were cut are reset."""
+        self.reset()
+        self._is_whole.set()
+
     async def _carry_both(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
         try:
-            far_in, far_out = await asyncio.open_connection(self._host, self._port)
+            far_in, far_out = await asyncio.open_connection(*self.target.split(":"))
         except OSError:
             near_out.transport.abort()
             return
@@ -240,6 +251,7 @@ class Cable:
         self._writers.add(target)
         try:
             while data := await source.read(1 << 16):
+                await self._is_whole.wait()
                 target.write(data)
                 await target.drain()
         except OSError:

@@ -1,6 +1,7 @@
 """Faults and changes of a fleet, under load: `make test-chaos`. No call may notice more than a pause.
 
-One engine of three dies, hangs, ends or leaves; an engine of another model joins; the routers are replaced.
+One engine of three dies, hangs, ends, leaves, is cut off or comes back with a certificate of strangers; an engine of
+another model joins; the routers are replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import grpc
 import pytest
 
 from pagoda.v1 import control_pb2, control_pb2_grpc
+from pagoda_server.cli.certs import Authority
 from tests.chaos.checker import check_calls, check_canaries, check_idle, check_log, report
+from tests.chaos.faults import Cable
 from tests.chaos.load import (
     OPERATORS,
     STALL_TIMEOUT_S,
@@ -43,10 +46,13 @@ ROUNDS = 2  # each engine's faults
 RECOVERY_S = 60.0
 REFUSED = "ENGINES_LOST"
 NUM_ROUTERS = 2
+OWN, FOREIGN = "own", "foreign"  # folders of an authority each
+STRANGE = "its certificate is from an authority that is not in"
 AGE_S = 1  # of a connection; routers that are replaced end once every connection has been asked to
 EXPLAINED = (
     r"ERROR the engine at .* hangs: it has not answered for 4 s",
-    r"ERROR the engine at .* is not used: it has ",
+    r"ERROR the engine at .* is not used: (it has|its certificate is from an authority) ",
+    r"Got goaway .*Cancelling all calls",  # gRPC's, of a router that ends
     r"Closing acceptor. Failed accept4",  # gRPC's, of a port that is no longer listened on
 )
 
@@ -54,8 +60,13 @@ EXPLAINED = (
 class Engines:
     """Three engines, each over another transport, and a server that uses them."""
 
-    def __init__(self, stack: contextlib.ExitStack, model: Path, folder: Path) -> None:
-        self._addresses = [f"shm:{folder / 'a'}", f"unix:{folder / 'b'}", free_address()]
+    def __init__(self, stack: contextlib.ExitStack, model: Path, folder: Path, cable: Cable) -> None:
+        self._listening = [f"shm:{folder / 'a'}", f"unix:{folder / 'b'}", cable.target]
+        self._addresses = [*self._listening[:2], cable.address]
+        self._cable = cable
+        self._folder = folder
+        for fleet in (folder / OWN, folder / FOREIGN):
+            Authority(fleet, days=1).add(["engine"])
         self._impostor = f"unix:{folder / 'impostor'}"
         self._list = folder / "engines.json"
         self._write(self._addresses)
@@ -74,26 +85,42 @@ class Engines:
                 "--model", str(model), "--engine", f"file:{self._list}", "--tenants-file", str(tenants),
                 "--max-requests", "64", "--stall-timeout-s", str(STALL_TIMEOUT_S),
                 "--hang-timeout-s", str(HANG_TIMEOUT_S), "--workers", str(NUM_ROUTERS),
-                "--max-connection-age-s", str(AGE_S),
+                "--max-connection-age-s", str(AGE_S), "--channel-tls-name", "pagoda-engine",
+                *self._certificates(OWN, "router"),
             )
         )  # fmt: skip
 
-    def _start(self, at: int) -> subprocess.Popen[str]:
-        return self._contexts[at].enter_context(running_engine(self._addresses[at], *self._arguments))
+    def _certificates(self, fleet: str, name: str) -> list[str]:
+        files = {"cert": f"{name}.pem", "key": f"{name}.key", "ca": "ca.pem"}
+        return [f"--channel-tls-{option}={self._folder / fleet / file}" for option, file in files.items()]
+
+    def _start(self, at: int, fleet: str = OWN) -> subprocess.Popen[str]:
+        address = self._listening[at]
+        trust = self._certificates(fleet, "engine") if address == self._cable.target else []
+        return self._contexts[at].enter_context(running_engine(address, *self._arguments, *trust))
 
     def _write(self, addresses: list[str]) -> None:
         new = self._list.with_suffix(".new")
         new.write_text(json.dumps({"engines": [{"address": address} for address in addresses]}))
         new.replace(self._list)
 
-    def start_again(self, at: int) -> None:
+    def start_again(self, at: int, fleet: str = OWN) -> None:
         self._contexts[at].close()
-        self.processes[at] = self._start(at)
+        self.processes[at] = self._start(at, fleet)
 
     def load(self) -> control_pb2.Load:
         with grpc.insecure_channel(self.server.address) as channel:
             request = control_pb2.GetLoadRequest()
             return control_pb2_grpc.ControlStub(channel).GetLoad(request, timeout=30, metadata=credentials(OPERATORS))
+
+    def refusal(self, address: str) -> str:
+        """Why the server does not use the engine at this address, "" if it does."""
+        with grpc.insecure_channel(self.server.address) as channel:
+            control = control_pb2_grpc.ControlStub(channel)
+            request = control_pb2.GetServerInfoRequest()
+            info = control.GetServerInfo(request, timeout=30, metadata=credentials(OPERATORS))
+        (found,) = [engine for engine in info.engines if engine.name == address]
+        return found.refused
 
     async def wait(self, is_so: Callable[[control_pb2.Load], bool]) -> None:
         deadline = time.monotonic() + RECOVERY_S
@@ -138,6 +165,21 @@ class Engines:
                     await asyncio.sleep(0.05)
             self._write(self._addresses)
 
+    async def cut(self, at: int) -> None:
+        """The link to an engine carries nothing any more, and says so to neither end."""
+        self._cable.cut()
+        await self.wait(lambda load: len(load.engines) < len(self._addresses))
+        self._cable.mend()
+
+    async def strange_certificate(self, at: int) -> None:
+        """An engine comes back with a certificate that another authority has signed, and is not used."""
+        guarded = self._listening.index(self._cable.target)
+        await asyncio.to_thread(self.start_again, guarded, FOREIGN)
+        async with asyncio.timeout(RECOVERY_S):
+            while STRANGE not in await asyncio.to_thread(self.refusal, self._cable.address):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await asyncio.to_thread(self.start_again, guarded)
+
     async def upgrade(self, at: int) -> None:
         """Other routers take the place of those that serve."""
         count = self.server.log.read_text().count("the routers have been replaced")
@@ -156,14 +198,20 @@ async def test_faults_and_changes_of_a_fleet_are_a_pause(number: int, model: Pat
     print(f"\nSEED={seed} make test-chaos repeats this")
     items = catalogue(chance)
     with contextlib.ExitStack() as stack:
-        engines = Engines(stack, model, tmp_path)
+        cable = Cable(free_address())
+        await cable.open()
+        engines = Engines(stack, model, tmp_path, cable)
         await engines.wait_whole()
         solo = await solo_runs(engines.server.address, items)
         clients = Clients(engines.server.address, (), items)
         clients.connect()
         of_each = (engines.kill, engines.hang, engines.drain, engines.leave)
         faults = [(fault, at) for fault in of_each for at in range(3)] * ROUNDS
-        faults += [(fault, at) for fault in (engines.impostor, engines.upgrade) for at in range(2)]
+        faults += [
+            (fault, at)
+            for fault in (engines.impostor, engines.upgrade, engines.cut, engines.strange_certificate)
+            for at in range(2)
+        ]
         chance.shuffle(faults)
         injected: list[tuple[str, float, float]] = []  # with the times of their beginning and end
 
@@ -183,6 +231,7 @@ async def test_faults_and_changes_of_a_fleet_are_a_pause(number: int, model: Pat
         await clients.close()
         await engines.wait(lambda load: not check_idle(load))
         code = await asyncio.to_thread(engines.server.stop)
+        await cable.close()
         for outcome in clients.outcomes:
             num_met = sum(outcome.began_s <= until and since <= outcome.ended_s for _, since, until in injected)
             if outcome.error_reason == REFUSED and num_met >= 2:
