@@ -1,4 +1,4 @@
-"""What processor time it costs a router to choose an engine by what engines have cached: `python -m bench.micro.choice`.
+"""What processor time it costs a router to choose an engine by what they have cached: `python -m bench.micro.choice`.
 
 Half of the prompts have a beginning that every engine has cached, to a depth of its own; the others are new.
 """
