@@ -1,1 +1,1 @@
-"""What each process runs on: its event loop, its logs, the files that it follows, and the channel's guards."""
+"""What each process runs on: its event loop, its logs, files that it follows, the channel's guards, their authority."""

@@ -26,9 +26,9 @@ import uvloop
 from bench.micro.router import running_engine
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
-from pagoda_server.cli.certs import Authority
 from pagoda_server.router.engines.handshake import channel_trust
 from pagoda_server.router.engines.transport import EngineLink, transport_to
+from pagoda_server.runtime.authority import Authority
 from pagoda_server.runtime.channel_trust import ChannelTrust
 from pagoda_server.settings import ServeConfig
 

@@ -18,12 +18,12 @@ import pytest
 
 from pagoda.v1 import inference_pb2_grpc
 from pagoda_server.channel.address import host_of
-from pagoda_server.cli.certs import Authority
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.router.engines import channel as engine_channel
 from pagoda_server.router.engines import handshake
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.handshake import channel_trust
+from pagoda_server.runtime.authority import Authority
 from pagoda_server.runtime.channel_trust import DAY_S, ChannelTrust
 from pagoda_server.settings import ServeConfig
 from tests.end_to_end.asking import Answer, ask, request
