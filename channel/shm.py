@@ -246,15 +246,15 @@ class ShmServer(Generic[Incoming, Outgoing]):
         parse: Callable[[bytes], Incoming],
         serve: Callable[[ShmLink[Incoming, Outgoing]], Awaitable[object]],
     ) -> None:
-        self._address = address
+        self.address = address
         self._parse = parse
         self._serve = serve
         self._sessions: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Bind the address and accept routers from now on. Raises OSError if the address cannot be bound."""
-        self._listener = bind(self._address)
-        path = socket_file(self._address)
+        self._listener = bind(self.address)
+        path = socket_file(self.address)
         self._file = SocketFile(path) if path else None
         self._accepting = asyncio.create_task(self._accept())
 

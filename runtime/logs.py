@@ -156,6 +156,18 @@ class _LoggedStream(io.TextIOBase):
         return 2
 
 
+def print_line(settings: CommonSettings, logger: str, message: str, fields: Mapping[str, str]) -> None:
+    """Print a line on standard output, for whatever has started this process.
+
+    With JSON logs it is an object of their shape, with these fields.
+    """
+    if settings.log_format == "json":
+        record = logging.LogRecord(logger, logging.INFO, __file__, 0, message, (), None)
+        record.fields = fields
+        message = JsonFormatter().format(record)
+    print(message, flush=True)
+
+
 def printable(text: str) -> str:
     """The text with escapes in place of line ends, control characters and marks that turn the direction of writing."""
     if text.isprintable():

@@ -100,7 +100,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         lent: Lent | None = None,
         health_address: str | None = None,
     ) -> None:
-        self._address = address
+        self.address = address  # with the actual port, once it listens
         self._engine = server
         self._hang_timeout_s = hang_timeout_s
         self._trust = trust
@@ -135,12 +135,14 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         if self._lent is not None:
             lender = BlockLender(self._engine.lend, self._lent, self._is_trusted)
             engine_pb2_grpc.add_BlocksServicer_to_server(lender, self._server)
-        previous = os.umask(0o177) if is_unix(self._address) else None
+        previous = os.umask(0o177) if is_unix(self.address) else None
         try:
-            self._ports.append(GrpcPort(self._address, self._add_port))
+            port = GrpcPort(self.address, self._add_port)
         finally:
             if previous is not None:
                 os.umask(previous)
+        self._ports.append(port)
+        self.address = port.address
         await self._server.start()
         if self._health_address is not None:
             self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)

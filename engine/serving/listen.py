@@ -22,6 +22,11 @@ log = logging.getLogger("pagoda.engine")
 
 
 class Listener(Protocol):
+    """address: where it listens, with the actual port once it does."""
+
+    @property
+    def address(self) -> str: ...
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...

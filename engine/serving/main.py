@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pagoda.v1 import control_pb2
 
-from ...channel.address import is_shm
+from ...channel.address import is_shm, is_unix
 from ...channel.link import MAX_MESSAGE_BYTES
 from ...checkpoints import CheckpointError, PrintedProgress, hold, resolve
 from ...checkpoints.fingerprint import weights_fingerprint
 from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust
-from ...runtime.logs import start_logging
+from ...runtime.logs import print_line, start_logging
 from ...settings import EXIT_CONFIG, EXIT_FAILURE, EngineConfig, EngineSettings, SettingError
 from ..core.errors import ConfigError
 from ..drafting import PromptLookup, Speculation
@@ -162,7 +162,9 @@ async def _serve(
         peers.start(lambda: loop.inbox.put(Wake()))
     listener = await start_listening(server, config, trust, peers.lent if peers is not None else None)
     ended = engine.submit(loop.run)
-    log.info("serving %s at %s with %s kernels", info.model, config.listen, info.kernels)
+    log.info("serving %s at %s with %s kernels", info.model, listener.address, info.kernels)
+    if not (is_shm(listener.address) or is_unix(listener.address)):  # a program that gave port 0 learns the actual one
+        print_line(config, log.name, f"serving at {listener.address}", {"address": listener.address})
     await _first_of(leaves, stop)
     if not stop.is_set():
         await server.leave(config.grace_s, stop)

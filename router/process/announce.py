@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Mapping
 
 from ...channel.address import is_unix
-from ...runtime.logs import JsonFormatter
+from ...runtime.logs import print_line
 from ...settings import ServeConfig
 from ...settings.router import AUTH_TOKEN_VARIABLE
 
@@ -60,8 +59,5 @@ class Announcer:
         return found
 
     def _print(self, message: str, fields: Mapping[str, str]) -> None:
-        if self._config.log_format == "json":
-            record = logging.LogRecord("pagoda.router", logging.INFO, __file__, 0, message, (), None)
-            record.fields = {name: value for name, value in fields.items() if value}
-            message = JsonFormatter().format(record)
-        print(message, flush=True)
+        given = {name: value for name, value in fields.items() if value}
+        print_line(self._config, "pagoda.router", message, given)
