@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from . import EngineConfig, EngineSettings, ServeConfig
 from .engine import CommonSettings
+from .fleet import FleetConfig
 from .setting import PANELS, Settings, about, flag
 
 _INTRODUCTION = """\
@@ -34,6 +35,9 @@ def page() -> str:
     inherited = {field.name for field in fields(EngineSettings)}
     parts.append("## An engine that runs apart\n")
     parts.append(_table(EngineConfig, [field for field in fields(EngineConfig) if field.name not in inherited]))
+    parts.append("## A fleet\n")
+    parts.append("`pagoda fleet` ([fleet.md](fleet.md)) takes these and the engine's options, but for `--channel-*`.\n")
+    parts.append(_table(FleetConfig, [field for field in fields(FleetConfig) if field.name not in inherited]))
     return "\n".join(parts)
 
 

@@ -36,6 +36,8 @@ def command_with_origins(config: type[Config], run: Callable[[Config, dict[str, 
     """
 
     def call(context: typer.Context, _file: Path | None, **values: Any) -> None:
+        if context.invoked_subcommand is not None:
+            return  # it has settings of its own
         origins = _origins(context)
         try:
             given = config(**values)

@@ -31,6 +31,7 @@ TESTS = {
     "kernels/": ("tests/kernels/test_*.py",),
     "channel/": ("tests/channel",),
     "checkpoints/": ("tests/checkpoints",),
+    "fleet/": ("tests/fleet",),
     "runtime/": ("tests/test_event_loop.py", "tests/router/telemetry/test_logs.py"),
     "settings/": ("tests/settings",),
     "clients/": ("tests/clients",),

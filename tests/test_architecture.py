@@ -96,7 +96,9 @@ def packages_of(room: str) -> set[str]:
         ("engine", {"pagoda", "settings", "grammars", "runtime", "channel", "checkpoints", "kernels"}),
         ("kernels", set()),
         ("checkpoints", set()),
-        ("cli", {"pagoda", "settings", "channel", "checkpoints", "router"}),  # router: `pagoda serve` starts it
+        ("fleet", {"pagoda", "settings", "runtime", "channel", "router"}),  # router: it sees engines as routers do
+        # `pagoda serve` starts a router, and `pagoda fleet` a fleet.
+        ("cli", {"pagoda", "settings", "runtime", "channel", "checkpoints", "router", "fleet"}),
     ],
 )
 def test_a_room_imports_only_what_its_place_allows(room: str, allowed: set[str]) -> None:
@@ -108,7 +110,9 @@ def test_the_client_imports_nothing_of_the_server() -> None:
     assert "pagoda_server" not in {name.split(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("room", ["settings", "grammars", "runtime", "channel", "router", "checkpoints", "cli"])
+@pytest.mark.parametrize(
+    "room", ["settings", "grammars", "runtime", "channel", "router", "checkpoints", "fleet", "cli"]
+)
 def test_the_text_side_never_imports_torch(room: str) -> None:
     assert not packages_of(room) & {"torch", "transformers"}
 

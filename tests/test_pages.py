@@ -28,6 +28,7 @@ MAPPED = (
     "settings",
     "grammars",
     "runtime",
+    "fleet",
     "bench",
 )
 WRITTEN = ("build/", "kernels/triton/tuned/")  # by compilers, and by tuning on a GPU

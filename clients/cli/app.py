@@ -10,6 +10,7 @@ from pagoda_server import installed_version
 from pagoda_server.cli.certs import certs
 from pagoda_server.cli.chat import chat
 from pagoda_server.cli.config import config
+from pagoda_server.cli.fleet import fleet
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, status
 from pagoda_server.cli.kv_events import kv_events
@@ -72,3 +73,4 @@ app.command()(kv_events)
 app.command()(token)
 app.command()(certs)
 app.add_typer(config, name="config")
+app.add_typer(fleet, name="fleet")

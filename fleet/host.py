@@ -1,0 +1,163 @@
+"""A host: a place on some machine that runs one engine as a child, and answers for it.
+
+Only control passes here: start, address, drain, the exit code and the last lines of the log. Tokens go from the engine
+to routers, so a host that is slow or cut off touches no stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any
+
+from .. import installed_version
+from ..channel.address import check_address
+from ..settings import EngineConfig
+from ..settings.router import environment_without_secrets
+from ..settings.sources import environment_without_settings
+
+LOG_LINES = 50
+
+
+class State(StrEnum):
+    EMPTY = "empty"  # it has been given no engine since it was placed, or since its machine was lost
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a host says of its engine.
+
+    address    where routers reach it; empty: it does not listen yet
+    node       names the machine
+    exit_code  None: it has not ended
+    log        the last lines that it has logged
+    version    of the server that is installed there
+    """
+
+    state: State = State.EMPTY
+    address: str = ""
+    node: str = ""
+    pid: int = 0
+    exit_code: int | None = None
+    log: tuple[str, ...] = ()
+    version: str = ""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Report:
+        """Make one of what `Host.report` returns. Unknown names are left out: the host may be of a newer version."""
+        known = {field.name for field in fields(cls)}
+        report = cls(**{name: value for name, value in given.items() if name in known})
+        return cls(**asdict(report) | {"state": State(report.state), "log": tuple(report.log)})
+
+
+class Host:
+    """Runs one engine.
+
+    node  names the machine
+    ip    its address, which the engine listens at
+    """
+
+    def __init__(self, node: str, ip: str) -> None:
+        self._node = node
+        self._ip = ip
+        self._process: subprocess.Popen[str] | None = None
+        self._folder: Path | None = None
+        self._address = ""
+        self._is_draining = False
+        self._log: deque[str] = deque(maxlen=LOG_LINES)
+
+    def start(self, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
+        """Start the engine, unless it runs.
+
+        arguments  its command line, without its address
+        files      contents of files that only it may read, by the option that names each
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._remove_files()
+        self._folder = Path(tempfile.mkdtemp(prefix="pagoda-engine-"))  # which no other user can enter
+        for option, content in files.items():
+            (self._folder / option.lstrip("-")).write_bytes(content)
+        given = [f"{option}={self._folder / option.lstrip('-')}" for option in files]
+        host = f"[{self._ip}]" if ":" in self._ip else self._ip
+        command = [sys.executable, "-m", "pagoda_server.engine", *arguments, *given]
+        self._address, self._is_draining = "", False
+        self._process = subprocess.Popen(
+            [*command, f"--listen={host}:0", "--exit-with-parent"],
+            stdin=subprocess.PIPE,  # which ends when this process does, however it ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment_without_settings(environment_without_secrets(), EngineConfig),
+            start_new_session=True,
+        )
+        for read, stream in ((self._read_address, self._process.stdout), (self._read_log, self._process.stderr)):
+            threading.Thread(target=read, args=(stream,), daemon=True).start()
+
+    def report(self) -> dict[str, Any]:
+        """What `Report.of` reads, in types that every version knows."""
+        process = self._process
+        exit_code = None if process is None else process.poll()
+        if process is None:
+            state = State.EMPTY
+        elif exit_code is not None:
+            state = State.ENDED
+        elif self._is_draining:
+            state = State.DRAINING
+        else:
+            state = State.SERVING if self._address else State.STARTING
+        pid = process.pid if process is not None else 0
+        log = list(self._log) if state is not State.SERVING else []
+        report = Report(state, self._address, self._node, pid, exit_code, (), installed_version())
+        return asdict(report) | {"state": str(state), "log": log}
+
+    def drain(self) -> None:
+        """Ask the engine to end: it takes nothing new, and ends once its streams have, or after its --grace-s."""
+        if self._process is not None and not self._is_draining:
+            self._is_draining = True
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """Kill the engine, and remove its files."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._remove_files()
+
+    def _remove_files(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read_address(self, printed: IO[str]) -> None:
+        for line in printed:
+            address = line.rsplit(" ", 1)[-1].strip()
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):
+                    address = json.loads(line).get("address", "")
+            with contextlib.suppress(ValueError):
+                check_address(address, can_be_shm=False, lowest_port=1)
+                self._address = address
+
+    def _read_log(self, logged: IO[str]) -> None:
+        for line in logged:
+            self._log.append(line.rstrip("\n")[:1000])
+            print(line, end="", file=sys.stderr, flush=True)  # to the logs that whatever placed this host keeps

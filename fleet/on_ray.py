@@ -1,0 +1,154 @@
+"""Hosts as detached actors of Ray, one in a placement group of its own. No other file imports Ray.
+
+An actor stays when the driver ends, and Ray starts it again elsewhere when its machine is lost; it is empty then, and
+the driver gives it its engine again. Calls between the driver and an actor do not pass Ray's head (GCS), which only
+placing and removing need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.autoscaler import sdk as autoscaler
+from ray.exceptions import RayError
+from ray.util import (
+    get_node_ip_address,
+    get_placement_group,
+    list_named_actors,
+    placement_group,
+    remove_placement_group,
+)
+
+from ..runtime import followed
+from ..settings.fleet import LOCAL, FleetConfig
+from .driver import HostsError
+from .host import Host, Report
+
+ANSWER_S = 2.0  # how long an actor may take to answer before it counts as silent
+HEAD_S = 20.0  # how long Ray's head may take
+Result = TypeVar("Result")
+
+
+class RayHost(Host):
+    """A host that knows the node on which Ray has placed it."""
+
+    def __init__(self) -> None:
+        super().__init__(ray.get_runtime_context().get_node_id()[:12], get_node_ip_address())
+
+
+class RayHosts:
+    """The hosts of one fleet in a Ray cluster.
+
+    config.ray is the cluster's address. Raises HostsError if it cannot be reached.
+    """
+
+    def __init__(self, config: FleetConfig) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what runs here is nobody else's business
+        # It warns of what is meant here: a host ends with its placement group.
+        logging.getLogger("ray.actor").setLevel(logging.ERROR)
+        options: dict[str, Any] = {"address": config.ray}
+        if config.ray == LOCAL:
+            options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        try:
+            ray.init(namespace=config.namespace, log_to_driver=False, logging_level="warning", **options)
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            raise HostsError(f"--ray {config.ray}: {error}") from error
+        self._namespace = config.namespace
+        memory = {"memory": config.engine_memory_gb * 1e9} if config.engine_memory_gb else {}
+        given = {"CPU": config.engine_cpus, "GPU": config.engine_gpus} | memory
+        self._resources = {name: number for name, number in given.items() if number}
+        self._handles: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}  # reports that have not come, by host: no second one is asked for
+
+    def close(self) -> None:
+        """Leave the cluster; end it if it is this host's alone."""
+        ray.shutdown()
+
+    async def names(self) -> list[str]:
+        """The hosts that there are."""
+        return sorted(await self._of_head(partial(list_named_actors)))
+
+    async def place(self, name: str) -> None:
+        """Have Ray place a host as soon as a machine has room for it."""
+
+        def place() -> None:
+            bundles = [self._resources or {"CPU": 0.001}]
+            group = placement_group(bundles, strategy="STRICT_PACK", name=self._group(name), lifetime="detached")
+            actor = ray.remote(RayHost).options(
+                name=name,
+                lifetime="detached",
+                max_restarts=-1,
+                num_cpus=self._resources.get("CPU", 0),
+                num_gpus=self._resources.get("GPU", 0),
+                memory=self._resources.get("memory"),
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0),
+            )
+            self._handles[name] = actor.remote()
+
+        await self._of_head(place)
+
+    async def remove(self, name: str) -> None:
+        """Remove a host, and its engine with it."""
+
+        def remove() -> None:
+            ray.kill(self._handle(name), no_restart=True)
+            remove_placement_group(get_placement_group(self._group(name)))
+
+        try:
+            await self._of_head(remove)
+        finally:
+            self._handles.pop(name, None)
+            self._asked.pop(name, None)
+
+    async def hint(self, num_engines: int) -> None:
+        """Have an autoscaler of the cluster keep room for so many engines."""
+        await self._of_head(partial(autoscaler.request_resources, bundles=[self._resources] * num_engines))
+
+    async def start(self, name: str, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
+        await self._of_host(lambda: self._handle(name).start.remote(arguments, files))
+
+    async def drain(self, name: str) -> None:
+        await self._of_host(lambda: self._handle(name).drain.remote())
+
+    async def report(self, name: str) -> Report | None:
+        """What a host says; None: nothing in time, because it has not been placed, is lost, or Ray is slow."""
+
+        def ask() -> Report | None:
+            if name not in self._asked:
+                self._asked[name] = self._handle(name).report.remote()
+            if not ray.wait([self._asked[name]], timeout=ANSWER_S)[0]:
+                return None
+            return Report.of(ray.get(self._asked.pop(name)))
+
+        try:
+            return await self._bounded(ask, 2 * ANSWER_S)
+        except HostsError:
+            return None
+
+    def _group(self, name: str) -> str:
+        return f"{self._namespace}/{name}"
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            self._handles[name] = ray.get_actor(name)
+        return self._handles[name]
+
+    async def _of_head(self, work: Callable[[], Result]) -> Result:
+        return await self._bounded(work, HEAD_S)
+
+    async def _of_host(self, call: Callable[[], Any]) -> None:
+        await self._bounded(lambda: ray.get(call(), timeout=ANSWER_S), 2 * ANSWER_S)
+
+    async def _bounded(self, work: Callable[[], Result], timeout_s: float) -> Result:
+        """Work in a thread: calls of Ray block, some for as long as its head is away. Raises HostsError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await followed.in_daemon(work)
+        except (RayError, OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
+            raise HostsError(f"Ray: {str(error) or 'it does not answer'}") from error

@@ -1,0 +1,85 @@
+"""How many engines the load asks for: a pure function of what the engines report.
+
+A fleet grows by one engine when a new request would wait longer than its target for the first token, or when most
+places are taken, and has done so for `up_after_s`. It shrinks by one when the engines that would be left keep far from
+both, and have for `down_after_s`. The two conditions lie apart, so that a steady load never causes both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine that serves has reported last.
+
+    num_sequences         in it, waiting or running
+    max_num_seqs          that it computes at once
+    uncomputed_tokens     of prompts, which it has yet to compute
+    prefill_tokens_per_s  how many of these it computes in a second; 0: it has computed none yet
+    """
+
+    num_sequences: int
+    max_num_seqs: int
+    uncomputed_tokens: int
+    prefill_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """
+    ttft_s        longest predicted time to the first token
+    full          part of the places above which the fleet grows
+    spare         part of the places, of one engine fewer, below which it shrinks
+    up_after_s    how long either must have been so before the fleet grows
+    down_after_s  and before it shrinks
+    """
+
+    ttft_s: float = 2.0
+    full: float = 0.8
+    spare: float = 0.6
+    up_after_s: float = 10.0
+    down_after_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """Since when the load has asked for one engine more, and for one fewer, in seconds; None: it does not."""
+
+    more: float | None = None
+    fewer: float | None = None
+
+
+def predicted_ttft_s(loads: Sequence[Load]) -> float:
+    """The mean time to the first token of a request that comes now, beside the computation of its own prompt."""
+    rate = sum(load.prefill_tokens_per_s for load in loads)
+    return sum(load.uncomputed_tokens for load in loads) / rate if rate else 0.0
+
+
+def taken(loads: Sequence[Load]) -> float:
+    """The part of all places that is taken; above 1 where sequences wait for one."""
+    return sum(load.num_sequences for load in loads) / (sum(load.max_num_seqs for load in loads) or math.inf)
+
+
+def decide(since: Since, targets: Targets, now: float, loads: Sequence[Load], num_coming: int = 0) -> tuple[Since, int]:
+    """Return the change in the number of engines that the load asks for, -1, 0 or 1, and what to remember.
+
+    now         seconds on any clock
+    loads       of the engines that serve
+    num_coming  engines that have been started and do not serve yet: their effect is awaited first
+    """
+    if not loads or num_coming:
+        return Since(), 0
+    ttft_s, places, grows = predicted_ttft_s(loads), taken(loads), len(loads) / max(1, len(loads) - 1)
+    asks_more = ttft_s > targets.ttft_s or places > targets.full
+    asks_fewer = len(loads) > 1 and ttft_s * grows < targets.ttft_s / 2 and places * grows < targets.spare
+    more = (now if since.more is None else since.more) if asks_more else None
+    fewer = (now if since.fewer is None else since.fewer) if asks_fewer else None
+    if more is not None and now - more >= targets.up_after_s:
+        return Since(), 1
+    if fewer is not None and now - fewer >= targets.down_after_s:
+        return Since(), -1
+    return Since(more, fewer), 0

@@ -1,0 +1,307 @@
+"""The driver of a fleet, with real engines on hosts of this process, and routers that follow its file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pagoda.v1 import inference_pb2_grpc
+from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.fleet import control
+from pagoda_server.fleet.driver import Driver, FleetError, HostsError
+from pagoda_server.fleet.folder import CONTROL, MEMBERS, FleetFolder
+from pagoda_server.fleet.host import Host, Report
+from pagoda_server.fleet.policy import Targets
+from pagoda_server.settings.fleet import Bounds, FleetConfig
+from tests.end_to_end.asking import Answer, request
+from tests.servers import running_server
+
+pytestmark = pytest.mark.thorough
+WAIT_S = 120.0
+CONFIG = FleetConfig(model="synthetic", threads=1)
+
+
+@dataclass
+class HereHosts:
+    """Hosts in this process. They outlive a driver, as those on a cluster do.
+
+    room       how many can be placed; others wait
+    is_silent  whether none answers
+    """
+
+    room: int = 100
+    is_silent: bool = False
+    placed: dict[str, Host] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    hints: list[int] = field(default_factory=list)
+
+    def _host(self, name: str) -> Host:
+        if self.is_silent or name not in self.placed:
+            raise HostsError("it does not answer")
+        return self.placed[name]
+
+    async def names(self) -> list[str]:
+        return [*self.placed, *self.waiting]
+
+    async def place(self, name: str) -> None:
+        if self.is_silent:
+            raise HostsError("it does not answer")
+        if len(self.placed) < self.room:
+            self.placed[name] = Host("here", "127.0.0.1")
+        else:
+            self.waiting.append(name)
+
+    async def remove(self, name: str) -> None:
+        if name in self.waiting:
+            self.waiting.remove(name)
+        else:
+            self.placed.pop(name).close()
+
+    async def hint(self, num_engines: int) -> None:
+        self.hints.append(num_engines)
+
+    async def start(self, name: str, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
+        self._host(name).start([*arguments, *self.arguments], files)
+
+    async def drain(self, name: str) -> None:
+        self._host(name).drain()
+
+    async def report(self, name: str) -> Report | None:
+        return None if self.is_silent or name in self.waiting else Report.of(self._host(name).report())
+
+    def lose(self, name: str) -> None:
+        """Lose a host's machine, and have another one take its place."""
+        self.placed.pop(name).close()
+        self.placed[name] = Host("elsewhere", "127.0.0.1")
+
+
+@pytest.fixture
+async def hosts() -> AsyncIterator[HereHosts]:
+    found = HereHosts()
+    yield found
+    for host in found.placed.values():
+        host.close()
+
+
+@contextlib.asynccontextmanager
+async def driving(
+    folder: Path, hosts: HereHosts, *, drains: bool = False, targets: Targets | None = None, **settings: Any
+) -> AsyncIterator[Driver]:
+    """A driver that runs while the block does, with its socket."""
+    fleet = FleetFolder(folder)
+    fleet.prepare()
+    driver, stop = Driver(replace(CONFIG, folder=str(folder), **settings), hosts, fleet, targets), asyncio.Event()
+    async with control.answering(folder / CONTROL, driver.answer):
+        running = asyncio.create_task(driver.run(stop, drains=drains))
+        try:
+            yield driver
+        finally:
+            stop.set()
+            await running
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not is_so():  # noqa: ASYNC110 (of other processes too)
+            await asyncio.sleep(0.05)
+
+
+async def status(driver: Driver) -> dict[str, str]:
+    """The states of all engines by name."""
+    return {each["name"]: each["state"] for each in (await driver.answer("status", ""))["engines"]}
+
+
+async def until_serving(driver: Driver, *names: str) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while await status(driver) != dict.fromkeys(names, "serving"):  # noqa: ASYNC110 (the same)
+            await asyncio.sleep(0.05)
+
+
+async def ask(folder: Path, command: str, argument: str = "") -> dict[str, Any]:
+    return await asyncio.to_thread(control.ask, folder / CONTROL, command, argument)
+
+
+@contextlib.asynccontextmanager
+async def streams(folder: Path, count: int = 4, max_tokens: int = 400) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Streams through a router that follows the folder's file; yields what waits for their ends and checks them."""
+    options = ("--model=synthetic", "--failover-wait-s=60", *FleetFolder(folder).router_options)
+    with running_server(*options) as server:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            inference: Any = inference_pb2_grpc.InferenceStub(channel)
+
+            async def one(text: str) -> None:
+                answer = Answer([each async for each in inference.Generate(request(text, max_tokens))])
+                assert answer.ids() == expected_tokens(text.encode(), max_tokens, 258)
+
+            calls = [asyncio.create_task(one(f"stream {at}")) for at in range(count)]
+            await asyncio.sleep(0)
+
+            async def end() -> None:
+                async with asyncio.timeout(WAIT_S):
+                    await asyncio.gather(*calls)
+
+            yield end
+
+
+async def test_a_fleet_serves_with_its_own_certificates_and_leaves_nothing(tmp_path: Path, hosts: HereHosts) -> None:
+    folder = tmp_path / "fleet"
+    async with driving(folder, hosts, drains=True, engines="2") as driver:
+        await until_serving(driver, "engine-1", "engine-2")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / CONTROL).stat().st_mode) == 0o600
+        assert hosts.hints == [2]
+        async with streams(folder) as end:
+            await end()
+    assert not hosts.placed
+    assert FleetFolder(folder).members() == {}
+
+
+async def test_an_engine_that_dies_and_one_whose_machine_is_lost_are_replaced(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="2") as driver:
+        await until_serving(driver, "engine-1", "engine-2")
+        before = FleetFolder(tmp_path).members()
+        os.kill(hosts.placed["engine-1"].report()["pid"], signal.SIGKILL)
+        hosts.lose("engine-2")
+        await until(lambda: not set(before.values()) & set(FleetFolder(tmp_path).members().values()))
+        await until_serving(driver, "engine-1", "engine-2")
+        assert (await driver.answer("status", ""))["engines"][1]["node"] == "elsewhere"
+
+
+async def test_a_silent_cluster_changes_no_member_and_breaks_no_stream(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="2", target_itl_ms=0) as driver:
+        await until_serving(driver, "engine-1", "engine-2")
+        members = (tmp_path / MEMBERS).read_bytes()
+        async with streams(tmp_path, max_tokens=300) as end:
+            hosts.is_silent = True
+            await ask(tmp_path, "scale", "3")
+            await end()
+            assert (tmp_path / MEMBERS).read_bytes() == members
+            hosts.is_silent = False
+            await until_serving(driver, "engine-1", "engine-2", "engine-3")
+
+
+async def test_a_driver_takes_over_what_an_earlier_one_has_left(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="2") as driver:
+        await until_serving(driver, "engine-1", "engine-2")
+    members = (tmp_path / MEMBERS).read_bytes()
+    pids = {name: host.report()["pid"] for name, host in hosts.placed.items()}
+    async with streams(tmp_path) as end:
+        hosts.is_silent = True  # as long as nothing is known, they stay members
+        async with driving(tmp_path, hosts, engines="1..3") as driver:
+            await until(lambda: all(each.ready_since for each in driver.engines.values()) and driver.engines)
+            assert (tmp_path / MEMBERS).read_bytes() == members
+            hosts.is_silent = False
+            await until_serving(driver, "engine-1", "engine-2")
+            assert {name: host.report()["pid"] for name, host in hosts.placed.items()} == pids
+            with pytest.raises(FileExistsError, match="another driver runs"):
+                async with control.answering(tmp_path / CONTROL, driver.answer):
+                    raise AssertionError
+        await end()
+
+
+async def test_engines_come_and_go_by_command_without_a_broken_stream(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="1") as driver:
+        await until_serving(driver, "engine-1")
+        async with streams(tmp_path, max_tokens=1500) as end:
+            assert await ask(tmp_path, "scale", "2") == {"wanted": 2, "bounds": "2"}
+            await until_serving(driver, "engine-1", "engine-2")
+            await ask(tmp_path, "drain", "engine-1")
+            assert await status(driver) == {"engine-2": "serving", "engine-3": "serving"}
+            await ask(tmp_path, "scale", "1")
+            await until(lambda: len(driver.engines) == 1)
+            await end()
+
+
+async def test_an_upgrade_replaces_every_engine_without_a_broken_stream(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="2") as driver:
+        await until_serving(driver, "engine-1", "engine-2")
+        pids = {host.report()["pid"] for host in hosts.placed.values()}
+        async with streams(tmp_path, max_tokens=1500) as end:
+            assert await ask(tmp_path, "upgrade") == {"replaced": 2}
+            await until(lambda: len(driver.engines) == 2)
+            assert not pids & {host.report()["pid"] for host in hosts.placed.values()}
+            await end()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--no-such-option"], "does not start"),
+        (["--block-size=8"], "it has blocks of 8 tokens"),
+    ],
+)
+async def test_an_upgrade_whose_engines_cannot_serve_changes_nothing(
+    tmp_path: Path, hosts: HereHosts, arguments: list[str], reason: str
+) -> None:
+    async with driving(tmp_path, hosts, engines="2") as driver:
+        await until_serving(driver, "engine-1", "engine-2")
+        members = FleetFolder(tmp_path).members()
+        hosts.arguments = arguments
+        for command in (("upgrade",), ("drain", "engine-1")):
+            with pytest.raises(ValueError, match=reason):
+                await ask(tmp_path, *command)
+        await until_serving(driver, "engine-1", "engine-2")
+        assert FleetFolder(tmp_path).members() == members
+
+
+async def test_the_load_decides_between_the_bounds(tmp_path: Path, hosts: HereHosts) -> None:
+    targets = Targets(up_after_s=0.5, down_after_s=2.0)
+    settings = {"engines": "1..2", "max_num_seqs": 8, "step_ms": "5"}
+    async with driving(tmp_path, hosts, targets=targets, **settings) as driver:
+        await until_serving(driver, "engine-1")
+        async with streams(tmp_path, count=16, max_tokens=1500) as end:
+            await until(lambda: len(driver.engines) == 2)
+            await end()
+            await until(lambda: len(driver.engines) == 1)
+        assert driver.wanted == 1
+
+
+async def test_a_model_that_cannot_work_ends_the_driver_with_the_engines_own_words(
+    tmp_path: Path, hosts: HereHosts
+) -> None:
+    folder = FleetFolder(tmp_path)
+    folder.prepare()
+    with pytest.raises(FleetError, match="no-such-model"):
+        await Driver(replace(CONFIG, model="no-such-model"), hosts, folder).run(asyncio.Event(), drains=False)
+
+
+async def test_an_engine_for_which_there_is_no_room_can_be_given_up(tmp_path: Path, hosts: HereHosts) -> None:
+    hosts.room = 1
+    async with driving(tmp_path, hosts, engines="2") as driver:
+        await until(lambda: driver.engines.get("engine-1") and driver.engines["engine-1"].ready_since)
+        assert await status(driver) == {"engine-1": "serving", "engine-2": "waits for a machine"}
+        await ask(tmp_path, "scale", "1")
+        await until_serving(driver, "engine-1")
+        assert not hosts.waiting
+
+
+async def test_a_wrong_command_is_refused_in_words(tmp_path: Path, hosts: HereHosts) -> None:
+    with pytest.raises(control.NoDriverError, match="no `pagoda fleet` runs"):
+        await ask(tmp_path, "status")
+    async with driving(tmp_path, hosts, engines="0"):
+        for command, argument, words in (
+            ("scale", "many", "must be a number of engines"),
+            ("scale", "4..2", "must be a number of engines"),
+            ("scale", "5000", "at most 1024"),
+            ("drain", "engine-9", "there is no engine 'engine-9'"),
+            ("dance", "", "does not know the command 'dance'"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                await ask(tmp_path, command, argument)
+        assert await ask(tmp_path, "status") == {"wanted": 0, "bounds": "0", "engines": []}
+
+
+def test_bounds_are_a_number_or_a_range() -> None:
+    assert Bounds.of("3") == Bounds(3, 3)
+    assert str(Bounds.of("1..4")) == "1..4"
