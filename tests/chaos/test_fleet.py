@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 from pagoda.v1 import control_pb2, control_pb2_grpc
-from pagoda_server.cli.certs import Authority
+from pagoda_server.runtime.authority import Authority
 from tests.chaos.checker import check_calls, check_canaries, check_idle, check_log, report
 from tests.chaos.faults import Cable
 from tests.chaos.load import (
