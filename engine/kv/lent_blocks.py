@@ -1,9 +1,9 @@
 """Cached blocks that other engines ask for, copied out of the prefix cache on the loop's thread.
 
-A block on the device is saved to a host block with the next plan, half a millisecond of copies a step; an engine with
-nothing to compute saves at once. What host memory has cached is held until that plan is committed, because an earlier
-plan may still be writing it. Then the content is copied, and both are given back: nothing stays held while a network
-takes its time.
+A block on the device is saved to a host block with the next plan, half a millisecond of copies a step or a twentieth of
+a longer one; an engine with nothing to compute saves at once. What host memory has cached is held until that plan is
+committed, because an earlier plan may still be writing it. Then the content is copied, and both are given back: nothing
+stays held while a network takes its time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .host_cache import HostCache
 
 log = logging.getLogger("pagoda.engine")
 
-_COPY_BUDGET_S = 0.0005  # of a step, for copies of blocks that others ask for
+_COPY_BUDGET_S, _COPY_PART = 0.0005, 0.05  # of a step, and the part of a long one, for copies that others ask for
 _FIRST_COPIES, _MOST_COPIES = 8, 64  # blocks a step: before copies have been timed, and at most
 
 
@@ -84,7 +84,8 @@ class LentBlocks:
         if not self._asked:
             return pairs
         copy_s = self._costs.block_copy_s
-        most = _FIRST_COPIES if not copy_s else max(1, min(int(_COPY_BUDGET_S / copy_s), _MOST_COPIES))
+        budget_s = max(_COPY_BUDGET_S, _COPY_PART * self._costs.last_step_s)
+        most = _FIRST_COPIES if not copy_s else max(1, min(int(budget_s / copy_s), _MOST_COPIES))
         while self._asked and len(planned) < most:
             loan = self._asked[0]
             found = self._find(loan, pairs)

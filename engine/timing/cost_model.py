@@ -50,6 +50,7 @@ class CostModel:
         self._token_budget = token_budget
         self._most_chosen = most_chosen
         self._clock = clock
+        self.last_step_s = 0.0  # as long as the last step took, copies included
         self._began = 0.0  # when the step that ends next began: steps are computed one after the other
         self._in_flight: deque[bool] = deque()  # of each scheduled step: it waited for the commit of the one before
         self._wait_s: float | None = None  # mean
@@ -86,7 +87,8 @@ class CostModel:
         is_first  it says nothing, because it prepared later steps of its shape
         """
         now = self._clock()
-        seconds, self._began = now - self._began, now
+        self.last_step_s = seconds = now - self._began
+        self._began = now
         waited = self._in_flight.popleft()
         if is_first:
             return

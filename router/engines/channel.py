@@ -134,6 +134,11 @@ class EngineChannel:
         return self.info is not None and not self.is_leaving and not self.says_goodbye
 
     @property
+    def is_draining(self) -> bool:
+        """Whether the engine computes what it has, and gets nothing new."""
+        return self.info is not None and not self.takes_requests
+
+    @property
     def is_suspect(self) -> bool:
         """Whether the engine's loop is late with an answer: it computes a long step, or hangs."""
         since = self._owes_answer_since

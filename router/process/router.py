@@ -28,6 +28,7 @@ from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.admission import Admission, LiveRequests
 from ..request.failover import Failover
+from ..request.migration import Migrations
 from ..request.models import ServedModel, ServedModels, longest_context
 from ..request.receiving import Messages
 from ..request.record import Observers
@@ -144,6 +145,7 @@ class Router:
                 ]
             )
             self._failover = Failover(continues=self._config.failover, wait_s=self._config.failover_wait_s)
+            self._migrations = Migrations(is_on=self._config.failover)
             self._engine_groups = {
                 name: EngineGroup(
                     partial(self._may_have, name),
@@ -158,7 +160,9 @@ class Router:
             if self._config.http:
                 from ..telemetry.metrics import Tally
 
-                self._tally = Tally(self._fleet, self._admission, self._failover, self._index, self._only_name)
+                self._tally = Tally(
+                    self._fleet, self._admission, self._failover, self._migrations, self._index, self._only_name
+                )
                 self._observers.append(self._tally)
                 self._observers.on_refusal.append(self._tally.refused)
             self._ports = self._make_ports()
@@ -232,6 +236,7 @@ class Router:
             live=self._live,
             observers=self._observers,
             failover=self._failover,
+            migrations=self._migrations,
         )
         served = Served(
             self._config,

@@ -62,6 +62,7 @@ class GenerateCall:
     times    counts when tokens are written; None: nothing does
     parsing  how answers are parsed; None: all of them is text
     room     grows with the output; None: all of it is reserved
+    left     of each engine that the stream has left behind and that goes on: how its sequences ended there
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class GenerateCall:
         room: OutputRoom | None = None,
     ) -> None:
         self.times = times
+        self.left: list[Sequence[SequenceInbox]] = []
         self._room = room
         self._prompt_len = prompt_len
         self._writer = writer
@@ -153,12 +155,13 @@ class GenerateCall:
                 self._unfinished -= 1
                 await self._write_finished(output, is_last=not self._unfinished)
 
-    async def run(self, stream: Stream, prompt: Sequence[int] = ()) -> None:
+    async def run(self, stream: Stream, prompt: Sequence[int] = (), leaves: Callable[[], bool] = lambda: False) -> bool:
         """Stream until every sequence has ended. Raises EngineLost, or an error if the engine ended one irregularly.
 
-        After EngineLost, `run` goes on with another stream.
+        After EngineLost, `run` goes on with another stream. So it does after False, which `leaves` has caused.
 
         prompt  token ids to write before all else. Nothing is written while the request waits: it may be evicted then
+        leaves  asked after each message: says whether to go on with another stream
         """
         while self._unfinished:
             await stream.wait()
@@ -169,6 +172,9 @@ class GenerateCall:
             for output, inbox in zip(self._outputs, stream.inboxes, strict=True):
                 if output.ended is None and (inbox.tokens or inbox.ended is not None):
                     await self._advance(output, inbox, stream)
+            if self._unfinished and leaves():
+                return False
+        return True
 
     async def _advance(self, output: SequenceOutput, inbox: SequenceInbox, stream: Stream) -> None:
         num_before = output.num_tokens
@@ -212,7 +218,7 @@ class GenerateCall:
 
     def usage(self) -> inference_pb2.Usage:
         """The tokens so far. Cached and drafted tokens count those of sequences that have ended."""
-        ends = [output.ended for output in self._outputs if output.ended]
+        ends = self._ends
         usage = inference_pb2.Usage(**{name: sum(getattr(end, name) for end in ends) for name in _USED})
         usage.prompt_tokens, usage.completion_tokens = self._prompt_len, self.num_tokens
         # A sequence that was resumed may have found some of its own output in the cache.
@@ -224,7 +230,26 @@ class GenerateCall:
         """The times so far. Those in the engine are 0 until a sequence has ended."""
         now = time.monotonic()
         first_s, total_s = (self.first_written or now) - self._received, now - self._received
-        return timing_of([output.ended for output in self._outputs if output.ended], first_s, total_s)
+        return timing_of(self._ends, first_s, total_s)
+
+    @property
+    def _ends(self) -> list[engine_pb2.Ended]:
+        """Of each sequence that has ended, what all its engines have counted."""
+        return [
+            total_of([*(ended for inboxes in self.left if (ended := inboxes[output.index].ended)), output.ended])
+            for output in self._outputs
+            if output.ended is not None
+        ]
+
+
+def total_of(ends: Sequence[engine_pb2.Ended]) -> engine_pb2.Ended:
+    """Add up what several engines have counted of one sequence. What was cached, the first one has found."""
+    if len(ends) == 1:
+        return ends[0]
+    total = engine_pb2.Ended(reason=ends[-1].reason, cached_tokens=ends[0].cached_tokens)
+    for name in {*_USED, *_TIMED} - {"cached_tokens"}:
+        setattr(total, name, sum(getattr(each, name) for each in ends))
+    return total
 
 
 def timing_of(ends: Iterable[engine_pb2.Ended], first_s: float, total_s: float) -> inference_pb2.Timing:

@@ -13,20 +13,20 @@ import grpc
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
-from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
-from ..errors import EngineLost, PagodaError, Unavailable, Unimplemented
+from ..errors import PagodaError, Unavailable, Unimplemented
 from ..tenants.caller import caller
 from .client_call import ClientCall, time_left
 from .conversions import Conversions
-from .generate_call import GenerateCall, OutputRoom, Stream
+from .generate_call import GenerateCall, OutputRoom
 from .models import ServedModel, ServedModels
 from .output import ClientWriter
 from .parsing import checked_grammar, parsing_of
+from .placement import Placement
 from .readouts import Readouts
 from .receiving import SMALL_BYTES, Parse, from_protobuf
 from .record import Record
-from .resuming import KeptStream, KeptStreams, Progress, has_begun, not_kept, submit_again
+from .resuming import KeptStream, KeptStreams, has_begun, not_kept
 from .services import SERVICE, AdmittedCall, Services
 from .token_times import TokenTimes
 from .validation import (
@@ -244,26 +244,12 @@ class InferenceServicer:
             admitted.reservation.starts()
             admitted.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
-        def send(engine: EngineChannel, progress: Progress, chosen_by: Asked | None = None) -> Stream:
-            admitted.record.engine = engine.name
-            age_s, timeout_s = time.monotonic() - submitted_at, time_left(admitted.call)
-            return submit_again(
-                engine, submit, progress, age_s=age_s, timeout_s=timeout_s, on_start=starts, asked=chosen_by
-            )
-
         engines, tokenizer = model.engines, model.tokenizer
         submitted_at = time.monotonic() if kept is None else kept.submitted_at
         is_resumed = kept is not None and has_begun(kept.progress)
+        place = Placement(admitted, engines, submit, submitted_at, starts)
         try:
-            engine = engines.pick(asked=asked)
-            # Before all else, so that the engine can start.
-            stream: Stream
-            if kept is not None:
-                stream = send(engine, kept.progress, asked)
-            else:
-                admitted.record.engine = engine.name
-                stream = engine.submit(submit, starts, asked)
-            admitted.live.stream = stream
+            place.begin(asked, None if kept is None else kept.progress)  # before all else, so that the engine can start
             num_before = kept.num_tokens if kept is not None else 0
             answer: GenerateCall | None = None
             room: OutputRoom | None = None
@@ -272,45 +258,45 @@ class InferenceServicer:
                 grow = (reservation.extend, admitted.spending.extend)
                 room = OutputRoom(num_before + reserved, params.n * submit.max_tokens, *grow)
             try:
-                if admitted.live.is_aborted:  # during tokenization
-                    stream.abort()
-                await self.services.messages.check_end(admitted.call)  # while the engine computes
-                admitted.message.release()
-                async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
-                    parsing = parsing_of(params, model.format, tokenizer, submit.prompt)
-                    answer = GenerateCall(
-                        params, len(submit.prompt), tokenizer, writer, received, kept, None, parsing, room
-                    )
-                    admitted.record.answer = answer
-                    admitted.reservation.follow(answer, room.num_tokens if room else params.n * submit.max_tokens)
-                    prompt = submit.prompt if params.has_prompt else ()
-                    if kept is not None and is_resumed:
-                        await answer.replay(kept, counts, prompt)
-                        prompt = ()
-                    while True:
-                        answer.times = self._times(engine.name) if self._times else None
-                        try:
-                            await answer.run(stream, prompt)
-                            break
-                        except EngineLost as lost:
-                            stream.close()
-                            begun = has_begun(answer.progress)
-                            engine = await admitted.elsewhere(engines, engine, lost, has_begun=begun)
-                            ends = admitted.live.is_aborted
-                            stream = send(engine, [None] * params.n if ends else answer.progress)
-                            admitted.live.stream = stream
-                            prompt = () if begun else prompt
-                    if params.has_open_length:
-                        for length in answer.lengths:
-                            self.services.admission.output_lengths.add(length)
+                with place:
+                    if admitted.live.is_aborted:  # during tokenization
+                        place.stream.abort()
+                    await self.services.messages.check_end(admitted.call)  # while the engine computes
+                    admitted.message.release()
+                    async with ClientWriter(admitted.call, self._stall_timeout_s) as writer:
+                        parsing = parsing_of(params, model.format, tokenizer, submit.prompt)
+                        answer = GenerateCall(
+                            params, len(submit.prompt), tokenizer, writer, received, kept, None, parsing, room
+                        )
+                        admitted.record.answer = answer
+                        admitted.reservation.follow(answer, room.num_tokens if room else params.n * submit.max_tokens)
+                        prompt = submit.prompt if params.has_prompt else ()
+                        if kept is not None and is_resumed:
+                            await answer.replay(kept, counts, prompt)
+                            prompt = ()
+                        await self._run(place, answer, prompt)
+                        if params.has_open_length:
+                            for length in answer.lengths:
+                                self.services.admission.output_lengths.add(length)
             finally:
-                stream.close()
                 if answer is not None:
                     admitted.spending.used += max(0, answer.num_tokens - num_before)  # it may break during the replay
         except Unavailable as error:
             if kept is None or not kept.is_kept:
                 raise
             raise kept.resumable(error, engines.retry_after_s) from error
+
+    async def _run(self, place: Placement, answer: GenerateCall, prompt: Sequence[int]) -> None:
+        """Write an answer to its end, from one engine after another.
+
+        prompt  token ids to write before all else
+        """
+        while True:
+            answer.times = self._times(place.engine.name) if self._times else None
+            if await place.run(answer, prompt):
+                return
+            if has_begun(answer.progress):
+                prompt = ()
 
     async def _embed(self, _: object, call: ClientCall) -> bytes:
         return await self.readouts.embed(call)

@@ -362,15 +362,28 @@ def submit_again(
         again.timeout_s = timeout_s
     if has_begun(progress):
         on_start()
-        again.ClearField("readout")  # the client has the prompt
         return ContinuedStream(engine, again, progress)
     return engine.submit(again, on_start, asked)  # all of its sequences share the prompt
+
+
+def continuing(submit: engine_pb2.Submit, index: int, ids: Sequence[int]) -> engine_pb2.Submit:
+    """Return a request for one sequence of another request, which has these tokens of output.
+
+    Each is a request of its own, because the seeds of those that are left need not follow one another.
+    """
+    part = engine_pb2.Submit()
+    part.CopyFrom(submit)
+    part.ClearField("readout")  # the client has the prompt
+    part.sampling.n = 1
+    part.sampling.seed = (submit.sampling.seed + index) & _SEED_MASK
+    part.outputs.add(ids=ids)
+    return part
 
 
 class ContinuedStream:
     """Sequences that have begun elsewhere, on an engine that continues them; with an EngineStream's interface.
 
-    Each is a request of its own, because their seeds need not follow one another. One that needs no more ends at once.
+    One that needs no more ends at once.
     """
 
     def __init__(self, engine: EngineChannel, submit: engine_pb2.Submit, progress: Progress) -> None:
@@ -382,12 +395,7 @@ class ContinuedStream:
                 self.inboxes[index].ended = engine_pb2.Ended(reason=engine_pb2.END_REASON_ABORTED)
                 self._wake.set()
                 continue
-            part = engine_pb2.Submit()
-            part.CopyFrom(submit)
-            part.sampling.n = 1
-            part.sampling.seed = (submit.sampling.seed + index) & _SEED_MASK
-            part.outputs.add(ids=ids)
-            self._streams[index] = stream = engine.submit(part)
+            self._streams[index] = stream = engine.submit(continuing(submit, index, ids))
             stream.wake = self._wake
             self.inboxes[index] = stream.inboxes[0]
 

@@ -17,6 +17,7 @@ from ..tenants.quotas import Quotas, Spending
 from .admission import Admission, LiveRequest, LiveRequests, Reservation
 from .client_call import ClientCall, time_left
 from .failover import Failover
+from .migration import Migrations
 from .models import ServedModel, ServedModels
 from .receiving import Messages, Received
 from .record import Observers, Record
@@ -35,6 +36,7 @@ class Services:
     live: LiveRequests
     observers: Observers
     failover: Failover
+    migrations: Migrations
 
     @contextlib.asynccontextmanager
     async def admitted(

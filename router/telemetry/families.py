@@ -156,6 +156,7 @@ _OF_ROUTERS = (
         "prefix_tokens_predicted", "Prompt tokens that the chosen engines had cached, as far as was known.", "engine"
     ),
     _counter("failovers", "Requests that lost their engine, by what became of them.", "outcome"),
+    _counter("migrations", "Streams of an engine that is going to end, by what became of them.", "outcome"),
     _gauge("admitted_requests", "Requests that the routers hold."),
     _gauge("admitted_requests_limit", "The most requests that the routers admit at once."),
     _gauge("reserved_tokens", "Tokens that admitted requests reserve, for prompts and outputs."),

@@ -32,6 +32,7 @@ from ..engines.fleet import Fleet
 from ..errors import PagodaError, Passed
 from ..request.admission import Admission
 from ..request.failover import Failover
+from ..request.migration import Migrations
 from ..request.record import Answer, Record
 from ..request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
 from .families import FAMILIES, MODEL_LABEL, OF_ENGINES, OF_REQUESTS, Family
@@ -68,11 +69,20 @@ class Tally:
     """What one router counts: an observer of its calls.
 
     failover  counts those that lost their engine
+    migrations  counts those that left one which is going to end
     router    this router's number among those that share a port
     model     the one that is served; empty: there are several, and a call's record names its own
     """
 
-    def __init__(self, fleet: Fleet, admission: Admission, failover: Failover, router: int, model: str) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        failover: Failover,
+        migrations: Migrations,
+        router: int,
+        model: str,
+    ) -> None:
         self._fleet = fleet
         self._of_engines: dict[str, _EngineCounts] = {}
         self._model = model
@@ -80,6 +90,7 @@ class Tally:
         self._lag = Histogram(TOKEN_BOUNDS)
         self._admission = admission
         self._failover = failover
+        self._migrations = migrations
         self._router = str(router)
         self._process = ProcessCollector(registry=None)
 
@@ -142,6 +153,8 @@ class Tally:
             yield "calls", labels, number
         for outcome, number in self._failover.outcomes.items():
             yield "failovers", (outcome,), number
+        for outcome, number in self._migrations.outcomes.items():
+            yield "migrations", (outcome,), number
         yield "admitted_requests", (), self._admission.requests
         yield "admitted_requests_limit", (), self._admission.max_requests
         yield "reserved_tokens", (), self._admission.tokens

@@ -30,6 +30,7 @@ from pagoda_server.router.process.control import ControlServicer, ServingState
 from pagoda_server.router.request.admission import Admission
 from pagoda_server.router.request.failover import Failover
 from pagoda_server.router.request.generate_call import GenerateCall
+from pagoda_server.router.request.migration import Migrations
 from pagoda_server.router.request.record import Observers, Record
 from pagoda_server.router.request.token_times import TOKEN_BOUNDS, Histogram, TokenTimes
 from pagoda_server.router.request.validation import validate_generate
@@ -77,7 +78,7 @@ class Samples:
 
 def tally(router: int = 0, num_engines: int = 1, model: str = "m") -> Tally:
     fleet = fleet_of(*(SimpleNamespace() for _ in range(num_engines)))
-    return Tally(fleet, Admission(5, 500), Failover(continues=True, wait_s=0), router, model)
+    return Tally(fleet, Admission(5, 500), Failover(continues=True, wait_s=0), Migrations(is_on=True), router, model)
 
 
 def page_of(*tallies: Tally, accept: str = "") -> Samples:
