@@ -27,7 +27,6 @@ from pagoda_server.settings.command_line import command
 app = typer.Typer(
     help="Pagoda: a gRPC streaming inference server for language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

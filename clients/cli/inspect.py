@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
+    from pagoda.aio import AsyncClient
     from pagoda.v1 import control_pb2
 
 TENANTS_SHOWN = 8
@@ -24,29 +27,85 @@ TENANTS_SHOWN = 8
 def status(
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing the load until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between updates, with --watch.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = None,
     tls: Tls = False,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Show a running server: what it serves, its sizes, and its load."""
+    """Show a running server: what it serves, its sizes, and its load. The exit code is 0 if it serves, 1 if not."""
     from rich.console import Console
     from rich.live import Live
 
-    async def look() -> None:
+    from pagoda.v1 import control_pb2
+
+    if watch and as_json:
+        raise typer.BadParameter("shows a single moment, so it does not go with --watch", param_hint="--json")
+
+    async def look() -> bool:
         async with connect(address, token, tls, tls_ca, timeout_s=None if watch else 10.0) as client:
             console = Console()
-            console.print(info_table(await client.server_info()))
-            console.print()
-            if not watch:
-                console.print(load_tables(await client.load()))
-                return
-            with Live(console=console, auto_refresh=False) as live:
-                async for load in client.watch_load(interval):
-                    live.update(load_tables(load), refresh=True)
+            info = await client.server_info()
+            if as_json:
+                found = {"address": address, "server": plain(info), "models": await _models(client)}
+                typer.echo(json.dumps(found | {"load": plain(await client.load())}, indent=2))
+            else:
+                console.print(info_table(info))
+                console.print()
+                if not watch:
+                    console.print(load_tables(await client.load()))
+            if watch:
+                with Live(console=console, auto_refresh=False) as live:
+                    async for load in client.watch_load(interval):
+                        live.update(load_tables(load), refresh=True)
+            return info.state == control_pb2.SERVER_STATE_SERVING
 
     with errors_reported(address):
-        asyncio.run(look())
+        is_serving = asyncio.run(look())
+    raise typer.Exit(0 if is_serving else 1)
+
+
+async def _models(client: AsyncClient) -> list[Any]:
+    """What requests may name; nothing while no engine has been ready."""
+    from pagoda.errors import Unavailable
+
+    try:
+        return [plain(model) for model in await client.models()]
+    except Unavailable:
+        return []
+
+
+def plain(value: Any) -> Any:
+    """A message as JSON takes it: fields by their names in the proto, a field that is not set left out.
+
+    64-bit integers stay numbers, which protobuf's own JSON writes as strings, and enums are words such as "ready".
+    """
+    from google.protobuf.message import Message
+
+    if isinstance(value, Message):
+        fields = value.DESCRIPTOR.fields
+        return {
+            field.name: _enum_words(field.enum_type, found) if field.enum_type else plain(found)
+            for field in fields
+            if not field.has_presence or value.HasField(field.name)
+            for found in [getattr(value, field.name)]
+        }
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return value if isinstance(value, str | int | float) else [plain(each) for each in value]
+
+
+def _enum_words(enum: Any, value: Any) -> Any:
+    """The value, or each of several, as a word.
+
+    enum  its descriptor, which has a class for each implementation of protobuf
+    """
+    if not isinstance(value, int):
+        return [_enum_words(enum, each) for each in value]
+    if value not in enum.values_by_number:  # of a newer server
+        return value
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return enum.values_by_number[value].name.removeprefix(prefix).lower()
 
 
 def info_table(info: control_pb2.ServerInfo) -> Table:

@@ -41,6 +41,7 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
     address: str = ""
     num_engines: int = 1
     load: control_pb2.Load | None = None
+    state: control_pb2.ServerState = control_pb2.SERVER_STATE_SERVING
 
     def Generate(self, request, context):
         self._note(request, context)
@@ -75,12 +76,13 @@ class FakeServer(inference_pb2_grpc.InferenceServicer, control_pb2_grpc.ControlS
             control_pb2.EngineStatus(engine=1, state=control_pb2.ENGINE_STATE_LOADING),
         ]
         info = control_pb2.ServerInfo(
-            version="1.2.3", model="fake", state=control_pb2.SERVER_STATE_SERVING, engines=engines[: self.num_engines]
+            version="1.2.3", model="fake", state=self.state, engines=engines[: self.num_engines]
         )
         return self._unary(request, context, lambda: info)
 
     def ListModels(self, request, context):
-        models = [control_pb2.ModelInfo(name="fake", max_model_len=8192)]
+        abilities = [control_pb2.CAPABILITY_GENERATE, control_pb2.CAPABILITY_EMBED]
+        models = [control_pb2.ModelInfo(name="fake", max_model_len=8192, capabilities=abilities)]
         return self._unary(request, context, lambda: control_pb2.ListModelsResponse(models=models))
 
     def GetLoad(self, request, context):

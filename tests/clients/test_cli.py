@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -464,6 +466,45 @@ def test_status_shows_each_of_several_engines(server: FakeServer) -> None:
         "6 running, 0 waiting",
     ):
         assert fact in output
+
+
+def test_status_as_json_has_numbers_for_numbers_and_words_for_states(server: FakeServer) -> None:
+    server.num_engines = 2
+    result = pagoda("status", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert (found["address"], found["server"]["version"], found["server"]["state"]) == (
+        server.address, "1.2.3", "serving",
+    )  # fmt: skip
+    ready, loading = found["server"]["engines"]
+    assert (ready["state"], ready["restarts"], ready["info"]["max_model_len"]) == ("ready", 2, 8192)
+    assert ready["info"]["weight_bytes"] == 0, "a number of 64 bits, too"
+    assert (loading["state"], "info" in loading) == ("loading", False)
+    assert [model["name"] for model in found["models"]] == ["fake"]
+    assert found["models"][0]["capabilities"] == ["generate", "embed"]
+    assert [engine["running"] for engine in found["load"]["engines"]] == [3, 6]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_status_of_a_server_that_does_not_serve_exits_with_1(server: FakeServer, arguments: tuple[str, ...]) -> None:
+    server.state = control_pb2.SERVER_STATE_DRAINING
+    result = pagoda("status", *arguments)
+    assert (result.exit_code, "draining" in result.stdout) == (1, True)
+
+
+def test_status_of_no_server_prints_nothing_that_a_program_could_take_for_one() -> None:
+    result = pagoda("status", "--json", "--address", "127.0.0.1:1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "127.0.0.1:1 is unavailable" in result.stderr
+
+
+def test_shells_complete_the_command() -> None:
+    for shell, marker in (("bash", "complete -o"), ("zsh", "#compdef pagoda"), ("fish", "complete --command pagoda")):
+        environment = os.environ | {"_PAGODA_COMPLETE": f"source_{shell}"}
+        shown = subprocess.run([*COMMAND], env=environment, capture_output=True, text=True, check=True).stdout
+        assert marker in shown
+    asked = os.environ | {"_PAGODA_COMPLETE": "complete_bash", "COMP_WORDS": "pagoda sta", "COMP_CWORD": "1"}
+    assert subprocess.run(COMMAND, env=asked, capture_output=True, text=True, check=True).stdout.split() == ["status"]
 
 
 @pytest.mark.thorough
