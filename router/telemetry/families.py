@@ -78,6 +78,12 @@ _engine_counter = partial(_engine_gauge, kind="counter")
 OF_ENGINES = (
     _engine_gauge("num_requests_running", "Sequences that an engine computes.", "running", _BOTH),
     _engine_gauge("num_requests_waiting", "Sequences that wait for an engine.", "waiting", _BOTH),
+    _engine_gauge(
+        "uncomputed_prompt_tokens", "Prompt tokens that an engine still has to compute.", "uncomputed_tokens"
+    ),
+    _gauge(
+        "predicted_time_to_first_token_seconds", "Time that an engine needs for the prompts that it has.", "engine"
+    ),
     _gauge("kv_cache_usage_perc", "Fraction of the KV blocks that sequences use, 0 to 1.", "engine", prefixes=_BOTH),
     _gauge(
         "cache_config_info", "1, with the sizes of the KV cache.", "engine", "block_size", "num_gpu_blocks",

@@ -228,6 +228,9 @@ def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:
     for family in OF_ENGINES:
         if family.field:
             yield family.name, (engine,), getattr(load, family.field)
+    if load.prefill_tokens_per_s:  # unknown before the first step
+        predicted_s = load.uncomputed_tokens / load.prefill_tokens_per_s
+        yield "predicted_time_to_first_token_seconds", (engine,), predicted_s
     yield "kv_cache_usage_perc", (engine,), load.blocks_referenced / load.blocks_total if load.blocks_total else 0.0
     for state in ("free", "evictable", "referenced"):
         yield "kv_blocks", (engine, state), getattr(load, f"blocks_{state}")

@@ -159,9 +159,9 @@ def test_docs_tell_every_name_once() -> None:
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"])
 def test_both_formats_have_every_series_with_its_colon(accept: str) -> None:
-    content, content_type = Page("m", [*tally().samples(), *engine_samples(
-        fleet_of(engine()), control_pb2.Load(engines=[control_pb2.EngineLoad(name="0")]), 0, False, True
-    )]).encoded(accept)  # fmt: skip
+    load = control_pb2.Load(engines=[control_pb2.EngineLoad(name="0", prefill_tokens_per_s=1.0)])
+    samples = (*tally().samples(), *engine_samples(fleet_of(engine()), load, 0, False, True))
+    content, content_type = Page("m", samples).encoded(accept)
     assert content_type.startswith("application/openmetrics-text; version=1.0.0" if accept else "text/plain")
     names = Samples(content, openmetrics_families if accept else text_string_to_metric_families).names
     for family in FAMILIES:
@@ -354,7 +354,7 @@ def test_engines_are_told_as_of_their_last_step() -> None:
             running=3, waiting=4, blocks_total=100, blocks_free=50, blocks_evictable=30, blocks_referenced=20,
             kv_slots=320, kv_slots_unused=32, prompt_tokens=1000, cached_tokens=250, output_tokens=70, preemptions=2,
             step_time_s=0.5, host_blocks_total=8, host_blocks_used=3, drafts=5, drafted_tokens=20, accepted_tokens=12,
-            forced_tokens=9,
+            forced_tokens=9, uncomputed_tokens=600, prefill_tokens_per_s=400.0,
         ),
         engine(is_ready=False),
     )  # fmt: skip
@@ -374,10 +374,18 @@ def test_engines_are_told_as_of_their_last_step() -> None:
     assert page("pagoda_kv_waste_ratio", engine="0") == 0.1
     assert page("pagoda_host_blocks", engine="0", state="free") == 5
     assert page("pagoda_step_seconds", engine="0") == 0.5
+    assert page("pagoda_uncomputed_prompt_tokens", engine="0") == 600
+    assert page("pagoda_predicted_time_to_first_token_seconds", engine="0") == 1.5
     assert [page("pagoda_engine_up", engine=at) for at in "01"] == [1, 0]
     assert page("pagoda_engine_restarts_total", engine="0") == 3
     assert page("pagoda_engine_refusals_total", engine="0", reason="weights") == 2
     assert page.of("vllm:num_requests_running") == [{"engine": "0"}], "the other one has said nothing"
+
+
+def test_an_engine_that_has_computed_nothing_yet_predicts_nothing() -> None:
+    page = page_of_engines(engine(uncomputed_tokens=600))
+    assert page("pagoda_uncomputed_prompt_tokens", engine="0") == 600
+    assert page.of("pagoda_predicted_time_to_first_token_seconds") == []
 
 
 def test_counts_of_an_engine_start_over_when_it_does() -> None:
