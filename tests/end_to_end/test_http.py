@@ -113,6 +113,18 @@ def test_an_echo_without_an_answer_reports_no_completion_token(server: Server) -
     assert (done, json.loads(last)["usage"]["completion_tokens"]) == ("[DONE]", 0)
 
 
+def test_timings_are_there_for_who_asks(server: Server) -> None:
+    body = {"prompt": "the same", "max_tokens": 20}
+    timings = Posted(server, COMPLETIONS, body | {"timings": True}).json()["timings"]
+    assert (timings["prompt_n"] + timings["cache_n"], timings["predicted_n"]) == (len("the same"), 20)
+    assert timings["total_ms"] >= timings["time_to_first_token_ms"] > 0
+    *_, last, done = Posted(server, COMPLETIONS, body | {"timings": True, "stream": True}).events()
+    assert (done, json.loads(last)["timings"]["predicted_n"]) == ("[DONE]", 20)
+    assert "timings" not in Posted(server, COMPLETIONS, body).json()
+    refused = Posted(server, COMPLETIONS, {"prompt": ["a", "b"], "timings": True})
+    assert (refused.status, refused.error()["param"]) == (400, "timings")
+
+
 def test_embeddings_are_those_of_grpc(server: Server, control: control_pb2_grpc.ControlStub) -> None:
     texts = ["one", "another one " * 50]
     inputs = [inference_pb2.EmbedInput(text=text) for text in texts]

@@ -75,6 +75,7 @@ class StreamedAnswer(Answer):
         self._is_chat = asked.is_chat
         self._usage = _Usage(asked.drops_output)
         self._unfinished = len(asked.prompts)
+        self._has_timings, self._timings = asked.has_timings, ""
         self._last = ""
         self._is_cut = False
 
@@ -139,6 +140,7 @@ class StreamedAnswer(Answer):
             event = self._first(index) + event
         if message.HasField("usage"):
             self._usage.add(message.usage)
+            self._timings = _timings(message, self._n) if self._has_timings else ""
             self._unfinished -= 1
         if self._unfinished:
             return event.encode()
@@ -149,7 +151,10 @@ class StreamedAnswer(Answer):
         if self._is_cut:
             raise _cut()
         usage = f'{self._head}],"usage":{self._usage.json()}}}\n\n' if self._has_usage else ""
-        return f"{self._last}{usage}".encode() + DONE
+        events = f"{self._last}{usage}"
+        if self._timings:
+            events = events.removesuffix("}\n\n") + f"{self._timings}}}\n\n"
+        return events.encode() + DONE
 
 
 class _Choice:
@@ -175,6 +180,7 @@ class _Whole(Answer):
         self._num_logprobs = 0
         self._per_token = 1 + (asked.logprobs or 0)
         self._usage = _Usage(asked.drops_output)
+        self._has_timings, self._timings = asked.has_timings, ""
         self._is_cut = False
 
     def take(self, message: inference_pb2.GenerateResponse, prompt: int = 0) -> bytes:
@@ -184,6 +190,7 @@ class _Whole(Answer):
             self._choices[self._n * prompt + message.finished.index].reason = _REASONS[reason]
             if message.HasField("usage"):
                 self._usage.add(message.usage)
+                self._timings = _timings(message, self._n) if self._has_timings else ""
             return b""
         if message.HasField("prompt"):
             self._echo(message.prompt, prompt)
@@ -220,7 +227,7 @@ class _Whole(Answer):
         if self._is_cut:
             raise _cut()
         choices = ",".join(self._json(index, choice) for index, choice in sorted(self._choices.items()))
-        return f'{self._shape.head}{choices}],"usage":{self._usage.json()}}}'.encode()
+        return f'{self._shape.head}{choices}],"usage":{self._usage.json()}{self._timings}}}'.encode()
 
     def _json(self, index: int, choice: _Choice) -> str:
         logprobs = self._shape.logprobs
@@ -305,6 +312,34 @@ class _Usage:
             f'"prompt_tokens_details":{{"cached_tokens":{self._cached}}},'
             f'"completion_tokens_details":{{"reasoning_tokens":{self._reasoning}}}}}'
         )
+
+
+def _timings(message: inference_pb2.GenerateResponse, n: int) -> str:
+    """How long the parts of a request took, by llama.cpp's names and some of the protocol's, as the end of an object.
+
+    A sequence's first token belongs to the prompt's time: it is the last step of that which makes it.
+    """
+    usage, timing = message.usage, message.timing
+    prompt, later = usage.prompt_tokens - usage.cached_tokens, max(0, usage.completion_tokens - n)
+    prompt_ms, later_ms = 1e3 * timing.prefill_s, 1e3 * (timing.decode_s + timing.preempted_s)
+    found = {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0,
+        "prompt_per_second": 1e3 * prompt / prompt_ms if prompt_ms else 0,
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": later_ms,
+        "predicted_per_token_ms": later_ms / later if later else 0,
+        "predicted_per_second": 1e3 * later / later_ms if later_ms else 0,
+        "queue_ms": 1e3 * timing.queue_s,
+        "time_to_first_token_ms": 1e3 * timing.time_to_first_token_s,
+        "total_ms": 1e3 * timing.total_s,
+    }
+    if usage.drafted_tokens:
+        found |= {"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens}
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
+    return f',"timings":{json.dumps(rounded, separators=(",", ":"))}'
 
 
 def _cut() -> Aborted:

@@ -48,6 +48,7 @@ _NEEDLESS = {  # fields that may only ask for what the server does anyway
 class Asked:
     """What an answer has to be like.
 
+    has_timings      the answer's end tells how long its parts took
     logprobs         None: none; 0: of each token; N: also of the N most likely
     is_echo          a completion begins with its prompt
     is_resumable     a stream's events have ids, and its client may go on from any of them
@@ -62,6 +63,7 @@ class Asked:
     is_chat: bool
     is_stream: bool = False
     has_usage: bool = False
+    has_timings: bool = False
     logprobs: int | None = None
     is_echo: bool = False
     is_resumable: bool = False
@@ -113,6 +115,9 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
     request.model = given.text("model")
     asked.is_stream = given.flag("stream")
     _stream_options(given, asked)
+    asked.has_timings = given.flag("timings")
+    if asked.has_timings and len(asked.prompts) > 1:
+        raise InvalidArgument("timings", "needs a single prompt")
     sampling, stopping, output = request.sampling, request.stopping, request.output
     for each in PARAMETERS:
         value = given.integer(each.name) if each.is_integer else given.number(each.name)

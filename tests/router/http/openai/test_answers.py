@@ -82,6 +82,38 @@ def test_usage_comes_last_in_an_event_without_choices() -> None:
     assert all(event["usage"] is None for event in others)
 
 
+@pytest.mark.parametrize("has_usage", [False, True])
+def test_timings_come_with_the_last_event(has_usage: bool) -> None:
+    end = finished()
+    end.usage.drafted_tokens, end.usage.accepted_tokens = 6, 2
+    end.timing.MergeFrom(
+        inference_pb2.Timing(
+            queue_s=0.001, prefill_s=0.03, decode_s=0.03, preempted_s=0.01, time_to_first_token_s=0.032, total_s=0.0725
+        )
+    )
+    expected = {
+        "cache_n": 4, "prompt_n": 3, "prompt_ms": 30, "prompt_per_token_ms": 10, "prompt_per_second": 100,
+        "predicted_n": 3, "predicted_ms": 40, "predicted_per_token_ms": 20, "predicted_per_second": 50,
+        "queue_ms": 1, "time_to_first_token_ms": 32, "total_ms": 72.5, "draft_n": 6, "draft_n_accepted": 2,
+    }  # fmt: skip
+    asked = Asked(is_chat=True, is_stream=True, has_usage=has_usage, has_timings=True, created=5)
+    *others, last = events(answered(asked, tokens("a"), end))
+    assert last["timings"] == expected
+    assert bool(last["choices"]) != has_usage
+    assert not any("timings" in event for event in others)
+    asked.is_stream = False
+    assert json.loads(answered(asked, tokens("a"), end))["timings"] == expected
+
+
+def test_timings_of_an_answer_of_one_token_divide_by_nothing() -> None:
+    end = inference_pb2.GenerateResponse(
+        finished=inference_pb2.Finished(reason=STOP),
+        usage=inference_pb2.Usage(prompt_tokens=5, completion_tokens=1, cached_tokens=5),
+    )
+    timings = json.loads(answered(Asked(is_chat=False, has_timings=True), tokens("a"), end))["timings"]
+    assert (timings["prompt_per_second"], timings["predicted_per_second"], timings["predicted_n"]) == (0, 0, 1)
+
+
 def test_several_sequences_are_told_apart() -> None:
     asked = Asked(is_chat=True, is_stream=True, n=2, created=5)
     raw = answered(asked, tokens("b", index=1), tokens("a"), finished(is_last=False), finished(LENGTH, index=1))

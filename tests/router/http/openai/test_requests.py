@@ -249,6 +249,7 @@ def test_a_completion_repeats_its_prompt_with_the_log_probabilities_of_both() ->
         ({"max_tokens": 10**4000}, "max_tokens: must be from 0 to 4294967295"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens: is the older name of max_completion_tokens, "),
         ({"stream": 1}, "stream: must be true or false"),
+        ({"timings": 1}, "timings: must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options: needs stream to be true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x: is not a field"),
         ({"stop": [1]}, "stop[0]: must be a string"),
