@@ -94,14 +94,14 @@ class Driver:
     folder  what routers follow, and what guards the channel
     """
 
-    def __init__(self, config: FleetConfig, hosts: Hosts, folder: FleetFolder, targets: Targets | None = None) -> None:
+    def __init__(self, config: FleetConfig, hosts: Hosts, folder: FleetFolder) -> None:
         self.bounds = config.bounds
         self.wanted = self.bounds.least
         self.engines: dict[str, Engine] = {}
         self._config = config
         self._hosts = hosts
         self._folder = folder
-        self._targets = targets or Targets(ttft_s=config.target_ttft_s)
+        self._targets = Targets(config.target_ttft_s, up_after_s=config.scale_up_s, down_after_s=config.scale_down_s)
         self._trust: ChannelTrust = folder.trust()
         self._fleet = Fleet(self._connect)
         self._since = Since()
@@ -356,6 +356,7 @@ class Driver:
                 "state": self._state(each),
                 "node": each.report.node,
                 "address": each.address,
+                "pid": each.report.pid,
                 "version": each.report.version,
                 "sequences": loads.get(each.name, (0, 0, 0.0))[0],
                 "uncomputed_tokens": loads.get(each.name, (0, 0, 0.0))[1],

@@ -8,8 +8,10 @@ placing and removing need.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +33,7 @@ from .driver import HostsError
 from .host import Host, Report
 
 ANSWER_S = 2.0  # how long an actor may take to answer before it counts as silent
-HEAD_S = 20.0  # how long Ray's head may take
+HEAD_S = 10.0  # how long Ray's head may take
 Result = TypeVar("Result")
 
 
@@ -64,6 +66,7 @@ class RayHosts:
         given = {"CPU": config.engine_cpus, "GPU": config.engine_gpus} | memory
         self._resources = {name: number for name, number in given.items() if number}
         self._handles: dict[str, Any] = {}
+        self._at_head: threading.Thread | None = None  # what has asked Ray's head last
         self._asked: dict[str, Any] = {}  # reports that have not come, by host: no second one is asked for
 
     def close(self) -> None:
@@ -75,9 +78,12 @@ class RayHosts:
         return sorted(await self._of_head(partial(list_named_actors)))
 
     async def place(self, name: str) -> None:
-        """Have Ray place a host as soon as a machine has room for it."""
+        """Have Ray place a host as soon as a machine has room for it, unless it is there."""
 
         def place() -> None:
+            with contextlib.suppress(ValueError):  # placed by an attempt that had no answer in time
+                self._handles[name] = ray.get_actor(name)
+                return
             bundles = [self._resources or {"CPU": 0.001}]
             group = placement_group(bundles, strategy="STRICT_PACK", name=self._group(name), lifetime="detached")
             actor = ray.remote(RayHost).options(
@@ -97,14 +103,14 @@ class RayHosts:
         """Remove a host, and its engine with it."""
 
         def remove() -> None:
-            ray.kill(self._handle(name), no_restart=True)
-            remove_placement_group(get_placement_group(self._group(name)))
+            with contextlib.suppress(ValueError):  # there is none, because an attempt without an answer removed it
+                ray.kill(self._handle(name), no_restart=True)
+            with contextlib.suppress(ValueError):
+                remove_placement_group(get_placement_group(self._group(name)))
 
-        try:
-            await self._of_head(remove)
-        finally:
-            self._handles.pop(name, None)
-            self._asked.pop(name, None)
+        await self._of_head(remove)
+        self._handles.pop(name, None)
+        self._asked.pop(name, None)
 
     async def hint(self, num_engines: int) -> None:
         """Have an autoscaler of the cluster keep room for so many engines."""
@@ -140,7 +146,15 @@ class RayHosts:
         return self._handles[name]
 
     async def _of_head(self, work: Callable[[], Result]) -> Result:
-        return await self._bounded(work, HEAD_S)
+        """Ask Ray's head, once the last call has had an answer: one that is away would hold a thread for each."""
+        if self._at_head is not None and self._at_head.is_alive():
+            raise HostsError("Ray: its head does not answer")
+
+        def ask() -> Result:
+            self._at_head = threading.current_thread()
+            return work()
+
+        return await self._bounded(ask, HEAD_S)
 
     async def _of_host(self, call: Callable[[], Any]) -> None:
         await self._bounded(lambda: ray.get(call(), timeout=ANSWER_S), 2 * ANSWER_S)

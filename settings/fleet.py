@@ -82,6 +82,12 @@ class FleetConfig(EngineSettings):
         "Longest time to the first token, as the engines' load predicts it, before another engine is started.",
         unit="seconds", above=0,
     )  # fmt: skip
+    scale_up_s: float = setting(
+        10.0, "Seconds without a break that the load must ask for another engine.", unit="seconds", at_least=0
+    )
+    scale_down_s: float = setting(
+        300.0, "Seconds without a break that the load must allow one engine fewer.", unit="seconds", at_least=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

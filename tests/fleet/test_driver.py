@@ -21,7 +21,6 @@ from pagoda_server.fleet import control
 from pagoda_server.fleet.driver import Driver, FleetError, HostsError
 from pagoda_server.fleet.folder import CONTROL, MEMBERS, FleetFolder
 from pagoda_server.fleet.host import Host, Report
-from pagoda_server.fleet.policy import Targets
 from pagoda_server.settings.fleet import Bounds, FleetConfig
 from tests.end_to_end.asking import Answer, request
 from tests.servers import running_server
@@ -95,13 +94,11 @@ async def hosts() -> AsyncIterator[HereHosts]:
 
 
 @contextlib.asynccontextmanager
-async def driving(
-    folder: Path, hosts: HereHosts, *, drains: bool = False, targets: Targets | None = None, **settings: Any
-) -> AsyncIterator[Driver]:
+async def driving(folder: Path, hosts: HereHosts, *, drains: bool = False, **settings: Any) -> AsyncIterator[Driver]:
     """A driver that runs while the block does, with its socket."""
     fleet = FleetFolder(folder)
     fleet.prepare()
-    driver, stop = Driver(replace(CONFIG, folder=str(folder), **settings), hosts, fleet, targets), asyncio.Event()
+    driver, stop = Driver(replace(CONFIG, folder=str(folder), **settings), hosts, fleet), asyncio.Event()
     async with control.answering(folder / CONTROL, driver.answer):
         running = asyncio.create_task(driver.run(stop, drains=drains))
         try:
@@ -256,9 +253,8 @@ async def test_an_upgrade_whose_engines_cannot_serve_changes_nothing(
 
 
 async def test_the_load_decides_between_the_bounds(tmp_path: Path, hosts: HereHosts) -> None:
-    targets = Targets(up_after_s=0.5, down_after_s=2.0)
-    settings = {"engines": "1..2", "max_num_seqs": 8, "step_ms": "5"}
-    async with driving(tmp_path, hosts, targets=targets, **settings) as driver:
+    settings = {"engines": "1..2", "max_num_seqs": 8, "step_ms": "5", "scale_up_s": 0.5, "scale_down_s": 2.0}
+    async with driving(tmp_path, hosts, **settings) as driver:
         await until_serving(driver, "engine-1")
         async with streams(tmp_path, count=16, max_tokens=1500) as end:
             await until(lambda: len(driver.engines) == 2)
