@@ -11,6 +11,7 @@ from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import GATED, HEAD, PLAIN, ROUTER, Linear, Use, is_compiled_whole
 from .linear_int8 import PackedInt8
 from .linear_quantized import has_native_int8_weight
+from .low_rank import LowRank, LowRankBank, LowRankPart
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from .paged import AttentionPlan, PagedKV, Scoring
 from .quantize_int4 import quantize_int4_native
@@ -49,6 +50,9 @@ __all__ = [
     "HeadNorms",
     "Linear",
     "LogitAdjustments",
+    "LowRank",
+    "LowRankBank",
+    "LowRankPart",
     "PackedInt8",
     "PagedKV",
     "Recorder",

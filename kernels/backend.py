@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from .activate import Activation
 from .adjust_logits import LogitAdjustments, adjust_logits, adjust_logits_native
 from .cap import cap, cap_native
 from .embedding import EmbeddingMaker, embedding, embedding_native
@@ -24,6 +25,7 @@ from .linear_quantized import (
     linear_int8_weight_native,
     packed_int8_weight,
 )
+from .low_rank import LowRankBank, add_low_rank, add_low_rank_native
 from .paged import PLAIN_SCORING, AttentionPlan, PagedKV, Scoring
 from .paged_attention import (
     is_read_in_place,
@@ -89,13 +91,19 @@ class PagedAttention(Protocol):
     def __call__(self, q: Tensor, kv: PagedKV, plan: AttentionPlan, scoring: Scoring = PLAIN_SCORING) -> Tensor: ...
 
 
+class AddLowRank(Protocol):
+    def __call__(
+        self, out: Tensor, x: Tensor, slots: Tensor, bank: LowRankBank, activation: Activation | None = None
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """The ops of one device. The reference function of the same name is each op's contract.
 
-    It is in the file of that name, except that `add` and `layer_norm` are beside `rms_norm`, `plan_attention` beside
-    `paged_attention`, `likeliest_if_drawn` and `most_likely_allowed` beside `sample`, and `sample_rows` in
-    row_sampling.py.
+    It is in the file of that name, except that `add` and `layer_norm` are beside `rms_norm`, `add_low_rank` in
+    low_rank.py, `plan_attention` beside `paged_attention`, `likeliest_if_drawn` and `most_likely_allowed` beside
+    `sample`, and `sample_rows` in row_sampling.py.
 
     embedding    its result has the dtype of the residual stream: the table's, the model's, or float32
     makers       make the products of weights in each format; REFERENCE has all formats
@@ -130,6 +138,7 @@ class Backend:
     likeliest_if_drawn: Callable[[Tensor, Draws], Tensor]
     most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows, Verified | None], None]
+    add_low_rank: AddLowRank = add_low_rank
     multiplies: Callable[[GroupedFormat], bool] = multiplies_all
     places: Mapping[str, Callable[[int, int], PackedInt8]] = field(default_factory=dict)
     is_compiled: bool = False
@@ -257,6 +266,7 @@ NATIVE = Backend(
     likeliest_if_drawn=likeliest_if_drawn_native,
     most_likely_allowed=most_likely_allowed_native,
     sample_rows=sample_rows,
+    add_low_rank=add_low_rank_native,
     multiplies=multiplies_native,
     places={"int8": PackedInt8.allocate, "int4": PackedInt8.allocate, "int8-weight": packed_int8_weight},
     is_compiled=True,

@@ -10,6 +10,7 @@ namespace {  // each file has its own copy
 #include "elementwise.h"
 #include "experts.h"
 #include "linear_whole.h"
+#include "low_rank.h"
 #include "quantize_int4.h"
 
 constexpr Ops make_ops(const char* name) {
@@ -68,6 +69,9 @@ constexpr Ops make_ops(const char* name) {
     };
     ops.weigh_experts = [](ThreadPool& pool, Dtype dtype, const WeighArgs& args) {
         with_type(dtype, [&](auto type) { weigh_experts<decltype(type)>(pool, args); });
+    };
+    ops.add_low_rank = [](ThreadPool& pool, Dtype dtype, const LowRankArgs& args) {
+        with_type(dtype, [&](auto type) { add_low_rank<decltype(type)>(pool, args); });
     };
     return ops;
 }

@@ -494,6 +494,21 @@ PyObject* weigh_experts(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->weigh_experts(pool, dtype, args); });
 }
 
+PyObject* add_low_rank(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 12);
+    Dtype dtype = next.dtype();
+    LowRankArgs args{};
+    args.x = next.address();
+    args.out = next.address();
+    args.slots = next.address<int32_t>();
+    args.table = next.address<LowRankEntry>();
+    args.rows = next.integer();
+    args.in = next.integer();
+    args.out_stride = next.integer();
+    args.activation = next.activation();
+    return run(next, [=] { ops->add_low_rank(pool, dtype, args); });
+}
+
 #if defined(PAGODA_HAS_AMX)
 PyObject* pack_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return pack_int8_by(values, count, pack_int8_weight_amx);
@@ -610,6 +625,7 @@ PyMethodDef methods[] = {
     OP(route),
     OP(group_rows),
     OP(weigh_experts),
+    OP(add_low_rank),
 #if defined(PAGODA_HAS_AMX)
     OP(pack_int8_weight),
     OP(pack_int8_weight_blocks),

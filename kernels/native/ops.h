@@ -115,6 +115,41 @@ struct LinearArgs {
     ExpertRows experts;
 };
 
+constexpr int64_t LOW_RANK_PADDING = 64;  // inputs and outputs of an adapter's weights are padded to a multiple of it
+
+// What an adapter adds to adjacent outputs of a product.
+struct LowRankPart {
+    int64_t column, size;           // the first output, and how many there are
+    int64_t rank;
+    const void* up;                 // [panels, rank, LOW_RANK_PADDING]
+
+    int64_t panels() const { return (size + LOW_RANK_PADDING - 1) / LOW_RANK_PADDING; }
+};
+
+// What an adapter adds to a product. kernels/low_rank.py writes it as an array of int64.
+struct LowRankEntry {
+    const void* down;               // [ranks, in], padded: those of the first part, then those of the next
+    int64_t ranks;                  // of all parts; 0: it adds nothing
+    int64_t num_parts;
+    LowRankPart parts[3];
+
+    int64_t panels() const {
+        int64_t sum = 0;
+        for (int64_t part = 0; part < num_parts; part++) sum += parts[part].panels();
+        return sum;
+    }
+};
+static_assert(sizeof(LowRankEntry) == 15 * sizeof(int64_t), "kernels/low_rank.py has the same layout");
+
+struct LowRankArgs {
+    const void* x;                  // [rows, width * in]
+    void* out;                      // [rows, out_stride] of x's dtype, as the weights are
+    const int32_t* slots;           // [rows], which entry of the table is a row's; -1: none
+    const LowRankEntry* table;
+    int64_t rows, in, out_stride;
+    Activation activation;          // of the rows before they are multiplied
+};
+
 struct WeighArgs {
     const void* x;                  // [rows * chosen, size]
     const int32_t* places;          // [rows, chosen], which row of x is that of a choice
@@ -165,6 +200,7 @@ struct Ops {
     void (*pack_whole)(ThreadPool&, Dtype, const void* weight, void* packed, int64_t in, int64_t out);
     void (*linear_whole)(ThreadPool&, Dtype, const LinearArgs&);
     void (*weigh_experts)(ThreadPool&, Dtype, const WeighArgs&);
+    void (*add_low_rank)(ThreadPool&, Dtype, const LowRankArgs&);
 };
 
 extern const Ops generic_ops, avx2_ops, avx512_ops;

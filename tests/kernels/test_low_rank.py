@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagoda_server.kernels import Activation, Backend, LowRank, LowRankBank, LowRankPart, Recorder, has_native
+from pagoda_server.kernels.activate import SWIGLU, activate
+from pagoda_server.kernels.backend import NATIVE
+from pagoda_server.kernels.low_rank import add_low_rank
+from tests.kernels.backends import BACKENDS, INSTRUCTION_SETS, using
+
+needs_native = pytest.mark.skipif(not has_native(), reason="there is no compiled code")
+
+
+def low_rank(in_size: int, *parts: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> LowRank:
+    """Random weights; parts are column, size and rank."""
+    made = [
+        LowRankPart(column, torch.randn(rank, in_size).to(dtype), torch.randn(rank, size).to(dtype))
+        for column, size, rank in parts
+    ]
+    return LowRank(made)
+
+
+def bank_of(*held: LowRank | None) -> LowRankBank:
+    bank = LowRankBank(len(held))
+    for slot, each in enumerate(held):
+        bank.put(slot, each)
+    return bank
+
+
+def expected(
+    out: Tensor, x: Tensor, slots: Tensor, bank: LowRankBank, activation: Activation | None, columns: int
+) -> Tensor:
+    """The same in float64."""
+    result = out.double()
+    x = activate(x.double(), activation) if activation else x.double()
+    for row, slot in enumerate(slots.tolist()):
+        held = bank[slot] if slot >= 0 else None
+        for part in held.parts if held else ():
+            added = part.up.double().T @ (part.down.double() @ x[row])
+            result[row, part.column : part.column + len(added)] += added
+    return result[:, :columns]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, SWIGLU, Activation("gelu", is_gated=False)], ids=["", "silu", "gelu"])
+def test_each_row_gets_what_its_own_adapter_adds(
+    backend: Backend, dtype: torch.dtype, activation: Activation | None
+) -> None:
+    in_size, out_size = 75, 150
+    bank = bank_of(
+        low_rank(in_size, (0, 70, 3), (70, 33, 16), (103, 47, 1), dtype=dtype),
+        low_rank(in_size, (70, 33, 5), dtype=dtype),
+        None,
+    )
+    slots = torch.tensor([0, -1, 1, 0, 2, 0, 0, 1, 0, 0], dtype=torch.int32)
+    x = torch.randn(len(slots), in_size * (activation.width if activation else 1)).to(dtype)
+    out = torch.randn(len(slots), out_size).to(dtype)
+    want = expected(out, x, slots, bank, activation, out_size)
+    untouched = out[[1, 4]].clone()
+    backend.add_low_rank(out, x, slots, bank, activation)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(
+        out.double(), want, atol=100 * tolerance if dtype == torch.bfloat16 else 1e-3, rtol=tolerance
+    )
+    assert torch.equal(out[[1, 4]], untouched)
+
+
+@needs_native
+@settings(deadline=None)
+@given(
+    slots=st.lists(st.integers(-1, 2), min_size=1, max_size=40),
+    in_size=st.integers(1, 300),
+    out_size=st.integers(1, 300),
+    ranks=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    instruction_set=st.sampled_from(INSTRUCTION_SETS or [""]),
+)
+def test_a_row_has_the_same_bits_alone_and_beside_others(
+    slots: list[int], in_size: int, out_size: int, ranks: tuple[int, int, int], dtype: torch.dtype, instruction_set: str
+) -> None:
+    bank = bank_of(*(low_rank(in_size, (0, out_size, rank), dtype=dtype) for rank in ranks))
+    of_rows = torch.tensor(slots, dtype=torch.int32)
+    x, out = torch.randn(len(slots), in_size).to(dtype), torch.randn(len(slots), out_size).to(dtype)
+    reference, together = out.clone(), out.clone()
+    add_low_rank(reference, x, of_rows, bank)
+    with using(instruction_set):
+        NATIVE.add_low_rank(together, x, of_rows, bank)
+        for row in range(len(slots)):
+            alone = out[row : row + 1].clone()
+            NATIVE.add_low_rank(alone, x[row : row + 1].clone(), of_rows[row : row + 1].clone(), bank)
+            assert torch.equal(alone[0], together[row])
+    scale = 1e-5 if dtype == torch.float32 else 0.01
+    torch.testing.assert_close(together.float(), reference.float(), rtol=scale, atol=scale * 40 * in_size**0.5)
+
+
+@needs_native
+def test_a_recording_reads_slots_and_bank_when_it_is_replayed() -> None:
+    first, second = low_rank(20, (0, 30, 4)), low_rank(20, (5, 10, 2))
+    bank = bank_of(first, None)
+    x, out, slots = torch.randn(3, 20), torch.zeros(3, 30), torch.tensor([0, -1, 0], dtype=torch.int32)
+
+    def compute() -> Tensor:
+        NATIVE.add_low_rank(out, x, slots, bank)
+        return out
+
+    recording = Recorder().record(compute)
+    bank.put(1, second)
+    slots[:] = torch.tensor([-1, 1, 0])
+    out.zero_()
+    want = expected(out, x, slots, bank, None, 30)
+    recording.replay()
+    torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_weights_are_what_they_were_made_of() -> None:
+    parts = [
+        LowRankPart(0, torch.randn(3, 70), torch.randn(3, 5)),
+        LowRankPart(64, torch.randn(2, 70), torch.randn(2, 65)),
+    ]
+    for made, found in zip(parts, LowRank(parts).parts, strict=True):
+        assert made.column == found.column
+        assert torch.equal(made.down, found.down)
+        assert torch.equal(made.up, found.up)
