@@ -41,11 +41,16 @@ def read_header(path: Path) -> list[TensorEntry]:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if not 0 < header_bytes <= min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
             raise ValueError(f"its header has {header_bytes} bytes, the file {size_bytes}")
-        try:
-            document = json.loads(file.read(header_bytes))
-        except RecursionError:
-            raise ValueError("its header is nested too deep") from None
-    data_start = LENGTH_BYTES + header_bytes
+        return parse_header(file.read(header_bytes), size_bytes)
+
+
+def parse_header(header: bytes, size_bytes: int) -> list[TensorEntry]:
+    """Every tensor of a file with this header and size. Raises ValueError if they contradict each other."""
+    try:
+        document = json.loads(header)
+    except RecursionError:
+        raise ValueError("its header is nested too deep") from None
+    data_start = LENGTH_BYTES + len(header)
     if not isinstance(document, dict):
         raise ValueError("its header is not an object")
     entries = [_entry(name, fields, data_start) for name, fields in document.items() if name != "__metadata__"]
