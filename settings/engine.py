@@ -38,6 +38,7 @@ MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits 
 MAX_CONTEXT = 1 << 28  # tokens, whose ids fit into a message of gRPC
 MAX_BLOCK_SIZE = 1 << 20
 MAX_RANKS = 64
+MAX_ADAPTERS, MAX_LOADED_ADAPTERS, MAX_LORA_RANK = 1024, 4096, 512
 
 
 def _check_power_of_two(value: int) -> None:
@@ -168,6 +169,22 @@ class EngineSettings(CommonSettings):
         "Processes that compute the model together, each with a part of every layer. CPU only. Without --threads they "
         "share the processor's cores; with it each has so many threads.",
         panel=ENGINE_MODEL, unit="processes", at_least=1, at_most=MAX_RANKS,
+    )  # fmt: skip
+    max_adapters: int = setting(
+        8,
+        "LoRA adapters that the sequences of one step can have. Sequences with others wait. 0: the engine loads none. "
+        "CPU only, and --tensor-parallel 1.",
+        panel=ENGINE_MODEL, unit="adapters", at_least=0, at_most=MAX_ADAPTERS,
+    )  # fmt: skip
+    max_loaded_adapters: int = setting(
+        64,
+        "LoRA adapters that the engine holds in memory.",
+        panel=ENGINE_MODEL, unit="adapters", at_least=1, at_most=MAX_LOADED_ADAPTERS,
+    )  # fmt: skip
+    max_lora_rank: int = setting(
+        64,
+        "Highest rank of a LoRA adapter.",
+        panel=ENGINE_MODEL, unit="ranks", at_least=1, at_most=MAX_LORA_RANK,
     )  # fmt: skip
     step_ms: str | None = setting(
         None,

@@ -20,6 +20,8 @@ MAX_SALT_BYTES = 128
 MAX_PRIORITY = 1000
 MAX_SLO_S = 3600.0
 MAX_TENANT_LENGTH = 64
+MAX_ADAPTER_NAME = 128  # characters
+MAX_ADAPTER_PATH = 4096
 TENANT_NAME = re.compile(rf"[A-Za-z0-9._:@/-]{{1,{MAX_TENANT_LENGTH}}}")
 
 # How JSON is written where a schema leaves it open, as most programs and models write it, in llguidance's words. A

@@ -31,6 +31,7 @@ WRITERS = {  # of each part of a sequence that changes after it is made
     "seq.num_pending": {"scheduling.scheduler"},
     "seq.is_drafted": {"scheduling.scheduler"},
     "seq.num_computed": {"scheduling.scheduler"},
+    "seq.adapter_slot": {"scheduling.scheduler"},
     "seq.pooled": {"scheduling.scheduler"},
     "seq.blocks": {"kv.block_tables"},
     "table.num_committed": {"kv.block_tables"},

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Literal, Protocol, TypeAlias
 
 from ...settings.sampling import Sampling
+from .adapter import Adapter
 
 Pooling: TypeAlias = Literal["last", "mean", "cls"]
 
@@ -139,6 +140,7 @@ class Request:
     shares_prompt  it has several sequences: the first computes the prompt for all
     readout        what else is wanted of the prompt; None: nothing
     lender         an engine that has the first tokens of the prompt cached; None: none is known
+    adapter        what changes the model's products for it; None: nothing does
     """
 
     prompt_len: int
@@ -155,6 +157,7 @@ class Request:
     shares_prompt: bool = False
     readout: Readout | None = None
     lender: Lender | None = None
+    adapter: Adapter | None = None
 
     @property
     def in_line_since(self) -> float:
@@ -259,10 +262,19 @@ class Account:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     forced_tokens: int = 0
+    adapter_s: float = 0.0
+    adapter_missing_since: float | None = None
+
+    def waits_for_adapter(self, now: float) -> float:
+        """Note that it waits for a place of its adapter; return since when it has."""
+        if self.adapter_missing_since is None:
+            self.adapter_missing_since = now
+        return self.adapter_missing_since
 
     def starts(self, now: float, num_computed: int) -> int:
         """Note that a waiting sequence runs from now on; return how many lost tokens it computes again."""
         self._book(now, is_running=False)
+        self._has_adapter(now)
         if self.first_scheduled is None:
             self.first_scheduled = now
         recomputed = max(0, self.lost_tokens - num_computed)
@@ -281,6 +293,7 @@ class Account:
 
     def ends(self, now: float, *, is_running: bool) -> None:
         self._book(now, is_running)
+        self._has_adapter(now)
 
     def found(self, cached_tokens: int) -> None:
         """Note how many of its first tokens were cached when it first started."""
@@ -299,6 +312,11 @@ class Account:
     def is_forced(self) -> None:
         """Note that its mask decided its next token."""
         self.forced_tokens += 1
+
+    def _has_adapter(self, now: float) -> None:
+        if self.adapter_missing_since is not None:
+            self.adapter_s += now - self.adapter_missing_since
+            self.adapter_missing_since = None
 
     def _book(self, now: float, is_running: bool) -> None:
         spent, self.booked_until = now - self.booked_until, now
@@ -329,6 +347,7 @@ class Sequence:
     num_pending   tokens after those in `tokens` that scheduled steps choose and that are not known yet
     is_drafted    a scheduled step verifies drafts of it, and may choose more tokens than are counted as pending
     num_computed  leading tokens whose keys and values are in the cache once all scheduled steps are done
+    adapter_slot  where the runner has its adapter while it runs; -1: it has none
     pooled        the sum of the hidden states so far, where their mean is wanted
     """
 
@@ -344,6 +363,7 @@ class Sequence:
     num_pending: int = 0
     is_drafted: bool = False
     num_computed: int = 0
+    adapter_slot: int = -1
     blocks: BlockTable = field(default_factory=BlockTable)
     pooled: list[float] = field(default_factory=list)
     account: Account = field(init=False)

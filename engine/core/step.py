@@ -115,8 +115,9 @@ class Sampled:
 
 
 # Why a sequence does not compute in a step: the batch is full; no blocks are left; other sequences have the step's
-# tokens; it can no longer meet its deadline and leaves soon; its last token is being computed.
-Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "late", "token pending"]
+# tokens; it can no longer meet its deadline and leaves soon; its last token is being computed; all slots have adapters
+# of running sequences.
+Hold: TypeAlias = Literal["no place", "no blocks", "no budget", "late", "token pending", "no adapter"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels import Activation, AttentionPlan, Backend, HeadNorms, PagedKV, Scoring, Use
 from ..core.errors import ConfigError
+from .adapted import AdaptedLinear
 from .config import ExpertLayers, ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
 from .share import WHOLE, Cut, Share
@@ -40,6 +41,7 @@ class StepInputs:
     logit_rows            [num_logits] int64, the tokens after which the next one is wanted; None: all
     groups                what differs between the groups of layers
     group_of              each layer's group
+    adapter_slots         [num_tokens] int32, the place of each token's adapter, or -1; None: no token has one
     """
 
     token_ids: Tensor
@@ -47,6 +49,7 @@ class StepInputs:
     logit_rows: Tensor | None
     groups: Sequence[GroupInputs]
     group_of: Sequence[int]
+    adapter_slots: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class LayerInputs:
     positions: Tensor | None
     slots: Tensor
     attention: Mapping[int | None, AttentionPlan]
+    adapter_slots: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ class Attention:
         rows = _query_key_value(name, config, order, 1.0 if self._norms else scale)
         if not share.is_whole:
             rows = _of_rank(rows, query, kv_heads.times(config.head_dim))
-        self._qkv = weights.linear(rows, hidden, config.qkv_bias)
+        self._qkv = AdaptedLinear(weights, rows, hidden, config.qkv_bias)
         output = Rows(
             f"{name}.{config.names.output}",
             hidden,
@@ -191,23 +195,28 @@ class Attention:
             is_transposed=config.is_transposed,
             columns=None if share.is_whole else query,
         )
-        self._output = weights.linear([output], query.size, config.output_bias)
+        self._output = AdaptedLinear(weights, [output], query.size, config.output_bias)
         sinks = weights.numbers(f"{name}.sinks", config.num_heads) if config.has_sinks else None
         self._scoring = Scoring(config.score_cap, None if sinks is None else sinks[heads.start : heads.stop])
         has_centre = config.qkv_bias and self._norms is None and self._scoring.is_plain
         own = replace(config, num_heads=heads.size, num_kv_heads=kv_heads.size)
         self._centre = _key_centre(weights.bias_once(rows), own, rope) if has_centre else None
 
+    @property
+    def adapted_products(self) -> Sequence[AdaptedLinear]:
+        return self._qkv, self._output
+
     def __call__(self, x: Tensor, step: LayerInputs, kv: PagedKV) -> Tensor:
         """x [num_tokens, hidden] to the same shape. Stores the tokens' keys and values."""
-        qkv, turn = self._qkv(x).view(len(x), -1, self._head_dim), step.rotations[self._rotation]
+        qkv = self._qkv(x, step.adapter_slots).view(len(x), -1, self._head_dim)
+        turn = step.rotations[self._rotation]
         q = self._ops.rope_and_store_kv(
             qkv, turn.cosines, turn.sines, step.slots, kv, self._norms, step.positions, self._centre
         )
         if self._query_norm is not None:
             q = self._query_norm(q.flatten(0, 1)).view(q.shape)
         attended = self._ops.paged_attention(q, kv, step.attention[self._window], self._scoring)
-        return self._sum(self._output(attended.flatten(1)))
+        return self._sum(self._output(attended.flatten(1), step.adapter_slots))
 
 
 def _key_centre(bias: Tensor, config: ModelConfig, rope: RopeConfig) -> Tensor:
@@ -307,14 +316,18 @@ class MLP:
         rows = [Rows(f"{name}.{part}", size, is_transposed=config.is_transposed) for part, size in parts]
         if not weights.share.is_whole:
             rows, down = [_columns_of_rank(each, cut) for each in rows], replace(down, columns=cut)
-        self._up = weights.linear(rows, hidden, config.mlp_bias)
+        self._up = AdaptedLinear(weights, rows, hidden, config.mlp_bias)
         parameters = _xielu(weights, f"{name}.act_fn") if config.activation == "xielu" else ()
         activation = Activation(config.activation, bool(names.gate or names.gate_up), parameters)
-        self._down = weights.linear([down], cut.size, config.mlp_bias, Use(activation))
+        self._down = AdaptedLinear(weights, [down], cut.size, config.mlp_bias, Use(activation))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def adapted_products(self) -> Sequence[AdaptedLinear]:
+        return self._up, self._down
+
+    def __call__(self, x: Tensor, step: LayerInputs) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
-        return self._sum(self._down(self._up(x)))
+        return self._sum(self._down(self._up(x, step.adapter_slots), step.adapter_slots))
 
 
 def _columns_of_rank(rows: Rows, cut: Cut) -> Rows:
@@ -367,10 +380,14 @@ class ExpertMLP:
         if names.shared_gate:
             self._shared_gate = weights.router(Rows(f"{name}.{names.shared_gate}", 1), hidden)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def adapted_products(self) -> Sequence[AdaptedLinear]:
+        return () if self._shared is None else self._shared.adapted_products
+
+    def __call__(self, x: Tensor, step: LayerInputs) -> Tensor:
         """x [num_tokens, hidden] to the same shape."""
         routes = self._ops.route(self._router(x), self._routing, self._correction)
-        shared = None if self._shared is None else self._shared(x)
+        shared = None if self._shared is None else self._shared(x, step)
         gates = None if self._shared_gate is None else self._shared_gate(x)
         return self._sum(self._experts(x, routes, shared, gates))
 
@@ -415,15 +432,19 @@ class Layer:
             )
         )
 
+    @property
+    def adapted_products(self) -> Sequence[AdaptedLinear]:
+        return *self._attention.adapted_products, *self._mlp.adapted_products
+
     def __call__(self, stream: ResidualStream, step: LayerInputs, kv: PagedKV) -> None:
         x = stream.read(self._before_attention)
         if self._is_parallel:  # both sublayers read the same stream, and perhaps the same norm
             of_mlp = x if self._before_mlp is None else stream.read(self._before_mlp)
             stream.add(self._attention(x, step, kv))
-            stream.add(self._mlp(of_mlp))
+            stream.add(self._mlp(of_mlp, step))
             return
         stream.add(self._attention(x, step, kv), self._behind_attention)
-        stream.add(self._mlp(stream.read(self._before_mlp)), self._behind_mlp)
+        stream.add(self._mlp(stream.read(self._before_mlp), step), self._behind_mlp)
 
 
 def _norm(weights: Weights, name: str, config: ModelConfig, factor: float = 1.0) -> Norm:
@@ -460,6 +481,11 @@ class Decoder:
         ]
         self._final_norm = _norm(weights, config.names.final_norm, config)
         self.weight_bytes = weights.num_bytes
+
+    @property
+    def adapted_products(self) -> Sequence[AdaptedLinear]:
+        """The products that adapters can change: those of attention and of dense feed-forward layers."""
+        return [product for layer in self._layers for product in layer.adapted_products]
 
     def _position_table(self, weights: Weights) -> Tensor:
         config = self.config
@@ -503,7 +529,10 @@ class Decoder:
         """[num_tokens, hidden], after the last norm. Fills `cache`, and changes `embedded.tokens`."""
         stream = ResidualStream(embedded.tokens, self._ops)
         positions = inputs.positions if self._ropes[0].has_tables else None
-        steps = [LayerInputs(embedded.rotations, positions, each.slots, each.attention) for each in inputs.groups]
+        steps = [
+            LayerInputs(embedded.rotations, positions, each.slots, each.attention, inputs.adapter_slots)
+            for each in inputs.groups
+        ]
         for layer, group, kv in zip(self._layers, inputs.group_of, cache, strict=True):
             layer(stream, steps[group], kv)
         return stream.read(self._final_norm)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...checkpoints import Progress
 from ...checkpoints.folder import read_json_object
 from ...settings.engine import EngineConfig, StepLimits
+from ..core.adapter import AdapterLoader
 from ..core.errors import ConfigError, NotEnoughMemory
 from ..kv.block_store import HostRows
 from ..loop.steps_in_flight import Runner
@@ -32,6 +33,7 @@ NVIDIA_DRIVER = Path("/dev/nvidiactl")
 class InformedRunner(Runner, HostRows, Protocol):
     """
     max_choices  tokens that a step can choose, those behind drafts included
+    adapters     loads LoRA adapters; None: the runner takes none
     """
 
     @property
@@ -39,6 +41,9 @@ class InformedRunner(Runner, HostRows, Protocol):
 
     @property
     def max_choices(self) -> int: ...
+
+    @property
+    def adapters(self) -> AdapterLoader | None: ...
 
 
 def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> InformedRunner:

@@ -14,8 +14,11 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+from ...checkpoints.folder import CheckpointError
 from ...settings.engine import EngineConfig
+from ..core.adapter import Adapter
 from ..core.errors import ConfigError
 from ..core.layer_groups import LayerGroups
 from ..core.sequence import BlockTable, Sequence, TokenMask
@@ -30,6 +33,7 @@ _MAX_VOCAB_SIZE = 1 << 24
 _MAX_POSITIONS = (1 << 31) - 1
 HIDDEN_SIZE = 8
 _STATE_BITS = 7  # of a checksum's 61, for each value of a hidden state
+_MAX_ADAPTER_BYTES = 64 << 20  # of each file
 _CACHED_TOKENS = 131_072  # room in the cache by default
 
 
@@ -37,9 +41,19 @@ def advance(checksum: int, token: int) -> int:
     return (checksum * 1_000_003 + token + 1) % _MODULUS
 
 
-def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int) -> list[int]:
-    """Return the tokens that the synthetic model generates after `prompt`."""
-    checksum = 0
+def first_checksum(adapter: bytes = b"") -> int:
+    """Return the checksum of no tokens, with the adapter of this identity; empty: with none."""
+    return int.from_bytes(adapter[:7], "little")
+
+
+def identity_of(seq: Sequence) -> bytes:
+    """Return the identity of a sequence's adapter; empty if it has none."""
+    return b"" if seq.request.adapter is None else seq.request.adapter.identity
+
+
+def expected_tokens(prompt: Iterable[int], count: int, vocab_size: int, adapter: bytes = b"") -> list[int]:
+    """Return the tokens that the synthetic model generates after `prompt`, with the adapter of this identity."""
+    checksum = first_checksum(adapter)
     for token in prompt:
         checksum = advance(checksum, token)
     tokens = []
@@ -123,6 +137,23 @@ class SyntheticStep:
         return self.sampled
 
 
+class SyntheticAdapters:
+    """Reads adapters as PEFT writes them, whatever their tensors are: the identity alone decides what is computed."""
+
+    def __init__(self, num_slots: int, max_rank: int) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+
+    def load(self, path: Path) -> Adapter:
+        from ...checkpoints.adapters import CONFIG, TENSORS, AdapterConfig, identity_of, read_whole
+
+        config = read_whole(path / CONFIG, _MAX_ADAPTER_BYTES)
+        content = read_whole(path / TENSORS, _MAX_ADAPTER_BYTES)
+        rank = AdapterConfig(config).rank
+        if rank > self.max_rank:
+            raise CheckpointError(f"the adapter has rank {rank}; --max-lora-rank allows {self.max_rank}")
+        return Adapter(identity_of(config, content), rank, len(content), None)
+
+
 class SyntheticRunner:
     """Computes as fast as it can, or takes a simulated time for each step.
 
@@ -130,7 +161,14 @@ class SyntheticRunner:
                that the host has not read
     """
 
-    def __init__(self, info: RunnerInfo, step_time: StepTime | None = None, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        info: RunnerInfo,
+        step_time: StepTime | None = None,
+        lookahead: int = 0,
+        num_adapter_slots: int = 0,
+        max_rank: int = 0,
+    ) -> None:
         self.info = info
         self.lookahead = lookahead
         self.max_choices = info.limits.token_budget
@@ -139,6 +177,7 @@ class SyntheticRunner:
         self._cache = [_POISON] * (info.num_blocks * self._block_size)
         self._host = array("q", [_POISON]) * (info.num_host_blocks * self._block_size)
         self._step_time = step_time
+        self.adapters = SyntheticAdapters(num_adapter_slots, max_rank) if num_adapter_slots else None
         self._chosen: dict[int, int] = {}  # by sequence: its token in the last step
         self._busy_until = 0.0
 
@@ -169,7 +208,10 @@ class SyntheticRunner:
         self._copy_blocks(plan)
         for index, chunk in enumerate(plan.chunks):
             seq = chunk.seq
-            checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)] if chunk.start else 0
+            if chunk.start:
+                checksum = self._cache[self._slot(seq.blocks, chunk.start - 1)]
+            else:
+                checksum = first_checksum(identity_of(seq))
             if checksum == _POISON:
                 raise AssertionError(f"sequence {seq.id} reads a slot that was never written")
             if self._windows and not self._windows_hold(seq.blocks, chunk.start):
@@ -291,7 +333,7 @@ def load_synthetic(config: EngineConfig, model_config: Mapping[str, object]) -> 
         num_host_blocks=count_host_blocks(spec, config.host_kv_gb),
     )
     try:
-        return SyntheticRunner(info, step_time, lookahead=int(config.overlap == "on"))
+        return SyntheticRunner(info, step_time, int(config.overlap == "on"), config.max_adapters, config.max_lora_rank)
     except MemoryError:
         raise ConfigError("not enough memory for the cache; --kv-cache-gb, --host-kv-gb can help") from None
 

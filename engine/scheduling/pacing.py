@@ -16,13 +16,11 @@ for long ones, and a long prompt takes at most twice its time unless other seque
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator
 
 from ..core.sequence import Sequence
 from ..core.step import Chunk
 from ..timing.cost_model import CostModel
-from .policy import Policy
 
 MIN_PREFILL = 4  # prompt tokens that every step has room for, however long they take
 LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, whatever the target
@@ -69,17 +67,17 @@ class Pacing:
         room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
 
-    def newcomer(self, waiting: Policy, running: list[Sequence], budget: int) -> Sequence | None:
+    def newcomer(self, in_line: Iterator[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
         """Return the waiting sequence that may start: the next in line or, if the budget is spent, a short prompt.
 
-        budget  tokens that the running sequences leave of the step; may be negative. At least one sequence waits
+        in_line  at most OVERTAKING waiting sequences, and at least one
+        budget   tokens that the running sequences leave of the step; may be negative
         """
-        in_line = waiting.in_line()
         if budget > 0:
             return next(in_line)
         half = self._token_budget // 2
         spare = half - sum(seq.remaining_len for seq in running if 1 < seq.remaining_len <= half)
-        return next((seq for seq in islice(in_line, OVERTAKING) if seq.remaining_len <= spare), None)
+        return next((seq for seq in in_line if seq.remaining_len <= spare), None)
 
     def chunks(
         self,

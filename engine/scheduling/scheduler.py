@@ -23,8 +23,9 @@ next step computes its last token again. Its neighbours do not wait for the mask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from operator import add
 
 from ...settings.engine import PolicyName
@@ -49,9 +50,10 @@ from ..kv.blocks import BlockPool
 from ..kv.host_blocks import HostBlocks
 from ..kv.windows import Windows, longest_held
 from ..timing.cost_model import CostModel
+from .adapter_slots import AdapterSlots
 from .backlog import Backlog
 from .expiry import Deadlines
-from .pacing import Pacing
+from .pacing import OVERTAKING, Pacing
 from .policies import POLICIES
 from .policy import Policy, PolicySettings
 from .tenants import Tenants
@@ -74,6 +76,7 @@ class Scheduler:
     store        keeps blocks in a file, below those of host memory; None: none are kept
     peers        engines from which blocks are fetched, and to which they are lent; None: there are none
     speculation  chooses tokens that a step drafts; None: it drafts none
+    num_adapter_slots  adapters that running sequences can have
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Scheduler:
         store: BlockStore | None = None,
         peers: Peers | None = None,
         speculation: Speculation | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -117,6 +121,7 @@ class Scheduler:
         self._tables = BlockTables(pool, prefix_caching, self.host, Windows(pool, apart, token_budget))
         self._backlog = Backlog(clock, self._tables.num_cached)
         self._deadlines = Deadlines(self.costs, self._tables.num_cached)
+        self._adapters = AdapterSlots(num_adapter_slots, clock)
         self._num_planned = 0  # plans made, and those that are committed
         self._num_committed = 0
         self._live: dict[int, Sequence] = {}
@@ -366,8 +371,10 @@ class Scheduler:
         while self.waiting:
             if considered >= MOST_CONSIDERED:
                 return "no budget"
-            lower = self.waiting.outranked(next(self.waiting.in_line()), self.running)
-            seq = self._pacing.newcomer(self.waiting, self.running, budget + sum(seq.remaining_len for seq in lower))
+            if (first := next(self._in_line(), None)) is None:
+                return "no adapter"
+            lower = self.waiting.outranked(first, self.running)
+            seq = self._pacing.newcomer(self._in_line(), self.running, budget + sum(seq.remaining_len for seq in lower))
             if seq is None:
                 return "no budget"
             considered += seq.num_tokens
@@ -381,6 +388,10 @@ class Scheduler:
                     return "no blocks" if len(self.running) < self.max_num_seqs else "no place"
             budget -= seq.remaining_len
         return None
+
+    def _in_line(self) -> Iterator[Sequence]:
+        """Yield the next in line, and those of equal standing behind it, whose adapters have a place."""
+        return (seq for seq in islice(self.waiting.in_line(), OVERTAKING) if self._adapters.has_place(seq))
 
     def _start(self, seq: Sequence) -> bool:
         """Give a waiting sequence a place and blocks for all its tokens; return False if there are too few."""
@@ -396,6 +407,7 @@ class Scheduler:
             return False
         self.waiting.remove(seq)
         seq.num_computed = prefix.num_tokens
+        seq.adapter_slot = self._adapters.take(seq)
         if seq.account.first_scheduled is None:
             self.counters.count_prompt(seq, prefix.sibling, prefix.num_tokens)
         else:
@@ -580,6 +592,7 @@ class Scheduler:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
+        self._adapters.ended(seq)
         now = self.clock()
         seq.account.ends(now, is_running=seq.state is State.RUNNING)
         self.tenants.ends(seq)
@@ -595,6 +608,7 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._tables.leave(seq)
+        self._adapters.leave(seq)
 
     def _expire(self) -> None:
         now = self.clock()
@@ -621,6 +635,7 @@ class Scheduler:
         assert self._prefill_plan.keys() | self._protected_len.keys() <= self._live.keys()
         assert self.num_waiting == len(self._live) - len(self.running)
         self.tenants.check_integrity(self._live.values())
+        self._adapters.check_integrity(self.running)
         for seq in self.running:
             assert seq.remaining_len > 0, f"sequence {seq.id} runs with nothing to compute"
             uncommitted = self._num_planned - self._num_committed

@@ -10,8 +10,10 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
 
 from ...channel.address import check_address
-from ...channel.strides import chain_root
+from ...channel.strides import IDENTITY_BYTES, chain_root
 from ...settings.request import (
+    MAX_ADAPTER_NAME,
+    MAX_ADAPTER_PATH,
     MAX_BAD_WORDS,
     MAX_DRAFT_TOKENS,
     MAX_EOS_IDS,
@@ -27,6 +29,7 @@ from ...settings.request import (
     TENANT_NAME,
 )
 from ...settings.sampling import LOGIT_BIAS, PARAMETERS
+from ..core.adapter import Adapter
 from ..core.guarded_mask import GuardedMask
 from ..core.sequence import Account, EndReason, Lender, Pooling, Readout, Request, SamplingParams, Sequence, TokenMask
 from ..core.step import Counters, Ended, Hold, Reading, TokenLogprobs
@@ -55,6 +58,7 @@ _HOLDS: dict[Hold | None, trace_pb2.HoldReason] = {
     "no budget": trace_pb2.HOLD_REASON_NO_BUDGET,
     "late": trace_pb2.HOLD_REASON_LATE,
     "token pending": trace_pb2.HOLD_REASON_TOKEN_PENDING,
+    "no adapter": trace_pb2.HOLD_REASON_NO_ADAPTER,
 }
 _MOVE_KINDS: dict[MoveKind, trace_pb2.MoveKind] = {
     "waits": trace_pb2.MOVE_KIND_WAITS,
@@ -124,6 +128,7 @@ def check_submit(submit: engine_pb2.Submit, vocab_size: int, max_model_len: int)
         _check_lender(submit.lender)
     _check(len(submit.bad_words) <= _MAX_BAD_WORDS and all(word.ids for word in submit.bad_words), "bad_words")
     _check(not sampling.bad_words, "sampling.bad_words")
+    _check(len(submit.adapter) in (0, IDENTITY_BYTES), "adapter")
     _check(submit.guided.ByteSize() <= 2 * MAX_GRAMMAR_BYTES, "guided")
     longest = len(submit.prompt) + max((len(output.ids) for output in submit.outputs), default=0)
     if longest >= max_model_len:
@@ -156,6 +161,14 @@ def check_abort(abort: engine_pb2.Abort) -> None:
     _check(len(abort.sequences) <= _MAX_ABORTED, "abort.sequences")
 
 
+def check_adapter(question: engine_pb2.LoadAdapter | engine_pb2.UnloadAdapter) -> None:
+    """Raises InvalidMessage."""
+    _check(0 < len(question.name) <= MAX_ADAPTER_NAME and question.name.isprintable(), "name of an adapter")
+    if isinstance(question, engine_pb2.LoadAdapter):
+        _check(0 < len(question.path) <= MAX_ADAPTER_PATH, "load_adapter.path")
+        _check(len(question.identity) in (0, IDENTITY_BYTES), "load_adapter.identity")
+
+
 def check_take_trace(take: engine_pb2.TakeTrace) -> None:
     """Raises InvalidMessage."""
     _check(not take.HasField("last_s") or take.last_s > 0, "take_trace.last_s")
@@ -171,10 +184,12 @@ def sequences_from_submit(
     ids: Iterable[int],
     now: float,
     vocab_size: int,
+    adapter: Adapter | None = None,
     make_mask: Callable[..., TokenMask] | None = None,
 ) -> list[Sequence]:
     """Return the sequences of a request that was checked; `ids` are theirs.
 
+    adapter    the one that the request names
     make_mask  makes the masks of its grammar, if it has one, with the other arguments of GrammarMask
     """
     request = Request(
@@ -186,12 +201,13 @@ def sequences_from_submit(
         tenant=submit.tenant,
         ttft_s=submit.slo.ttft_s if submit.slo.HasField("ttft_s") else math.inf,
         tpot_s=submit.slo.tpot_s if submit.slo.HasField("tpot_s") else math.inf,
-        cache_root=chain_root(submit.cache.salt),
+        cache_root=chain_root(submit.cache.salt, submit.adapter),
         bypass_cache=submit.cache.bypass,
         request_id=submit.request_id,
         shares_prompt=submit.sampling.n > 1 and not submit.outputs,
         readout=_readout(submit.readout) if submit.HasField("readout") else None,
         lender=Lender(submit.lender.address, submit.lender.num_tokens) if submit.HasField("lender") else None,
+        adapter=adapter,
     )
     # A model's own ids may be beyond its vocabulary. They never occur, and runners count on ids that exist.
     stop_token_ids = frozenset(id for id in submit.stop_token_ids if id < vocab_size)

@@ -125,7 +125,10 @@ async def _serve(
     peers = peers_of(config, runner, fingerprint, trust)
     layout = peers.lent.layout if peers is not None else b""
     server = EngineServer(
-        engine_info(config, runner, folder, fingerprint), partial(make_grammars, folder, info), block_layout=layout
+        engine_info(config, runner, folder, fingerprint),
+        partial(make_grammars, folder, info),
+        block_layout=layout,
+        adapters=(runner.adapters, config.max_loaded_adapters) if runner.adapters is not None else None,
     )
     pool = BlockPool(info.num_blocks, info.kv_cache.block_size)
     store = open_store(config, runner, fingerprint) if config.kv_store else None
@@ -149,6 +152,7 @@ async def _serve(
             store=store,
             peers=peers,
             speculation=speculation,
+            num_adapter_slots=runner.adapters.num_slots if runner.adapters is not None else 0,
         ),
         runner,
         server,

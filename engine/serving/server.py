@@ -20,17 +20,20 @@ from pagoda.v1 import control_pb2, inference_pb2
 
 from ...channel.link import Link
 from ...grammars.fair_threads import FairThreads, QueueFull
+from ..core.adapter import AdapterLoader
 from ..core.sequence import EndReason, Sequence, State
 from ..core.step import Ended, StepOutput
 from ..loop import loop as engine_loop
 from ..loop.step_trace import TraceSnapshot
 from ..scheduling.tenants import TenantTable
+from .adapters import HeldAdapters, Question
 from .cache_feed import BlockFeed, Feed, Follower, StrideFeed
 from .codec import (
     InvalidMessage,
     PendingOutput,
     Rejected,
     check_abort,
+    check_adapter,
     check_submit,
     check_take_trace,
     rejected,
@@ -77,6 +80,8 @@ class Connection:
         self.takes_goodbye = False  # the router has announced that it knows it
         self.owes_goodbye = False
         self.followers: dict[Feed[Any], Follower] = {}  # of the prefix cache
+        self.adapter_answers: list[engine_pb2.AdapterAnswer] = []
+        self.follows_adapters = self.owes_adapters = False
         self.wake = asyncio.Event()
         self.ids: dict[int, int] = {}  # the router's sequence numbers → ours
 
@@ -137,11 +142,14 @@ class EngineServer:
         make_grammars: Callable[[], Grammars] | None = None,
         clock: Callable[[], float] = time.monotonic,
         block_layout: bytes = b"",
+        adapters: tuple[AdapterLoader, int] | None = None,
     ) -> None:
         """
         make_grammars  makes what compiles the grammars of requests, when the first comes; None: there is nothing
         block_layout   see EngineMessage
+        adapters       what loads adapters, and how many it may hold; None: the model takes none
         """
+        self._adapters = HeldAdapters(*adapters, self._report_adapters) if adapters is not None else None
         self._block_layout = block_layout
         self.is_leaving = False  # the engine is going to end
         self._info = info
@@ -262,9 +270,33 @@ class EngineServer:
                     self._follow(connection, self._strides)
                 case "follow_blocks":
                     self._follow(connection, self._blocks)
+                case "load_adapter":
+                    self._ask(connection, message.load_adapter)
+                case "unload_adapter":
+                    self._ask(connection, message.unload_adapter)
+                case "follow_adapters" if self._adapters is not None:
+                    connection.follows_adapters = connection.owes_adapters = True
+                    connection.wake.set()
                 case _:
                     raise InvalidMessage("it sent a message without content")
             await asyncio.sleep(0)  # a router that sends without a pause shares the event loop with others
+
+    def _ask(self, connection: Connection, question: Question) -> None:
+        """Load or unload an adapter."""
+        check_adapter(question)
+        if self._adapters is None:
+            raise InvalidMessage("it sent an adapter to an engine that takes none")
+
+        def reply(answer: engine_pb2.AdapterAnswer) -> None:
+            connection.adapter_answers.append(answer)
+            connection.wake.set()
+
+        self._adapters.ask(question, reply)
+
+    def _report_adapters(self) -> None:
+        for connection in self._connections:
+            connection.owes_adapters = connection.follows_adapters
+            connection.wake.set()
 
     def _note_ping(self, connection: Connection, ping: engine_pb2.Ping) -> None:
         if ping.takes_goodbye and not connection.takes_goodbye:
@@ -311,15 +343,19 @@ class EngineServer:
         numbers = range(submit.first_sequence, submit.first_sequence + (submit.sampling.n or 1))
         if not connection.ids.keys().isdisjoint(numbers):
             raise InvalidMessage("it used a number that a live sequence has")
+        adapter = self._adapters.get(submit.adapter) if self._adapters is not None and submit.adapter else None
+        field = ""
+        if reason is None and submit.adapter and adapter is None:
+            reason, field = "no such adapter is loaded", "adapter"
         if reason is not None:
-            connection.pending.ended += [(number, rejected(self._clock(), reason)) for number in numbers]
+            connection.pending.ended += [(number, rejected(self._clock(), reason, field)) for number in numbers]
             connection.wake.set()
             return
         ids = [next(self._next_id) for _ in numbers]
         for id, number in zip(ids, numbers, strict=True):
             self._routes[id] = (connection, number)
             connection.ids[number] = id
-        make = partial(sequences_from_submit, submit, ids, self._clock(), self._info.vocab_size)
+        make = partial(sequences_from_submit, submit, ids, self._clock(), self._info.vocab_size, adapter)
         if not submit.HasField("guided"):
             self._add(make())
         elif self._make_grammars is None:
@@ -468,6 +504,7 @@ class EngineServer:
                 follows_cache=True,
                 follows_blocks=True,
                 block_layout=self._block_layout,
+                adapter_limits=None if self._adapters is None else self._adapters.limits,
             )
         )
         connection.link = link
@@ -482,6 +519,11 @@ class EngineServer:
             if connection.owes_pong:
                 connection.owes_pong = False
                 await write(connection.message(pong=engine_pb2.Pong()))
+            while connection.adapter_answers:
+                await write(connection.message(adapter_answer=connection.adapter_answers.pop(0)))
+            if connection.owes_adapters and self._adapters is not None:
+                connection.owes_adapters = False
+                await write(connection.message(adapters=self._adapters.all()))
             while connection.flushed:
                 freed_blocks = connection.flushed.pop(0)
                 await write(connection.message(cache_flushed=engine_pb2.CacheFlushed(freed_blocks=freed_blocks)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
 from pagoda_server.channel.strides import chain_root
+from pagoda_server.engine.core.adapter import Adapter
 from pagoda_server.engine.core.guarded_mask import GuardedMask
 from pagoda_server.engine.core.layer_groups import LayerGroups
 from pagoda_server.engine.core.sequence import Lender, Readout, Request, SamplingParams, Sequence, TokenMask
@@ -22,7 +23,14 @@ from pagoda_server.engine.kv.block_store import BlockStore, Done, HostRows
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from pagoda_server.engine.runners.runner_info import KVCacheSpec, RunnerInfo
-from pagoda_server.engine.runners.synthetic import HIDDEN_SIZE, SyntheticRunner, advance, expected_tokens
+from pagoda_server.engine.runners.synthetic import (
+    HIDDEN_SIZE,
+    SyntheticRunner,
+    advance,
+    expected_tokens,
+    first_checksum,
+    identity_of,
+)
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.engine.serving.kv_store import restore
 from pagoda_server.settings.engine import PolicyName, StepLimits
@@ -95,7 +103,8 @@ class ContentCheckingRunner(SyntheticRunner):
             tokens = chunk.seq.tokens
             expected = self._expected.setdefault(chunk.seq.id, [])
             while len(expected) < chunk.start:
-                expected.append(advance(expected[-1] if expected else 0, tokens[len(expected)]))
+                previous = expected[-1] if expected else first_checksum(identity_of(chunk.seq))
+                expected.append(advance(previous, tokens[len(expected)]))
             table = chunk.seq.blocks
             for blocks, window in zip((table, *table.windows), (None, *self._windows), strict=True):
                 seen = 0 if window is None else max(0, chunk.start - window + 1)
@@ -123,6 +132,7 @@ class Rules(TypedDict, total=False):
     readout: Readout
     make_mask: Callable[..., TokenMask]  # of a grammar
     lender: Lender
+    adapter: bytes  # its identity
 
 
 class TakesTime(Protocol):
@@ -198,6 +208,7 @@ class SteppedEngine:
         store_path: Path | None = None,
         store_blocks: int = 100,
         lenders: dict[str, SteppedEngine] | None = None,
+        adapter_slots: int = 0,
     ) -> None:
         """
         step_time  how long a step takes in simulated time; None: no time, and a second passes between steps
@@ -236,6 +247,7 @@ class SteppedEngine:
             peers=self.peers,
             speculation=speculation,
             windows=windows,
+            num_adapter_slots=adapter_slots,
         )
         self.copy_s = copy_s
         self.steps = StepsInFlight(self.scheduler, self.runner)
@@ -269,11 +281,12 @@ class SteppedEngine:
             tenant=rules.get("tenant", ""),
             ttft_s=rules.get("ttft_s", math.inf),
             tpot_s=rules.get("tpot_s", math.inf),
-            cache_root=chain_root(rules.get("salt", "")),
+            cache_root=chain_root(rules.get("salt", ""), identity := rules.get("adapter", b"")),
             bypass_cache=rules.get("bypass", False),
             shares_prompt=count > 1,
             readout=rules.get("readout"),
             lender=rules.get("lender"),
+            adapter=Adapter(identity, 1, 0, None) if identity else None,
         )
         make_mask = rules.get("make_mask")
         masks = [
@@ -326,7 +339,8 @@ class SteppedEngine:
     def expected(self, seq: Sequence) -> list[int]:
         """Return the tokens that a sequence must generate."""
         count = self.arrived_with[seq.id]
-        return expected_tokens(seq.tokens[:count], seq.request.prompt_len + seq.params.max_tokens - count, VOCAB_SIZE)
+        more = seq.request.prompt_len + seq.params.max_tokens - count
+        return expected_tokens(seq.tokens[:count], more, VOCAB_SIZE, identity_of(seq))
 
     def _take_output(self) -> None:
         output = self.scheduler.take_output()

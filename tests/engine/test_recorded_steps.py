@@ -213,11 +213,11 @@ def test_a_step_is_recorded_again_if_its_recording_cannot_be_replayed(
     for _ in range(3):
         step(runner, [next_chunk(seq)])
     assert runner._recorded is not None
-    first = runner._recorded._steps[1].recording
+    first = runner._recorded._steps[1, False].recording
     with monkeypatch.context() as patch:
         patch.setattr(Recording, "replay", lambda _: False)
         check_decodes(runner, [seq])
-    assert runner._recorded._steps[1].recording is not first
+    assert runner._recorded._steps[1, False].recording is not first
     check_decodes(runner, [seq])
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pagoda_server.engine.core.sequence import EndReason, Lender, State
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
-from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens
+from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens, identity_of
 from pagoda_server.engine.scheduling.expiry import LEAVING
 from pagoda_server.settings.engine import PolicyName
 from tests.engine.drafters import AlwaysDrafts, Oracle
@@ -63,11 +63,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_blocks = 0  # of the pool; 0: 80 tokens
     store_path = None
     lenders = None
+    adapter_slots = 0
     num_extra = 0  # preemptions that no bound speaks of
 
     def __init__(self) -> None:
         super().__init__()
-        self.oracle = Oracle(lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE), 0.0, VOCAB_SIZE)
+        self.oracle = Oracle(
+            lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE, identity_of(seq)), 0.0, VOCAB_SIZE
+        )
         self.speculation = AlwaysDrafts(self.oracle, most=5, vocab_size=VOCAB_SIZE)
         self.speculation.is_on = False
         self.engine = self.new_engine()
@@ -97,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             store_path=self.store_path,
             store_blocks=25,
             lenders=self.lenders,
+            adapter_slots=self.adapter_slots,
         )
 
     @rule(
@@ -468,6 +472,39 @@ class WindowHostUnreliableMachine(Windows, HostUnreliableMachine):
     block_size = 4
 
 
+class Adapters:
+    """More adapters than slots. A wrong adapter, or a block that was computed with another, changes tokens."""
+
+    adapter_slots = 2
+
+    @rule(
+        prompt=prompts,
+        number=st.integers(1, 5),
+        is_pinned=st.booleans(),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(-1, 1),
+        count=st.sampled_from([1, 1, 3]),
+        timeout_s=st.sampled_from([float("inf"), 20.0]),
+    )
+    def add_adapted(self, prompt, number, is_pinned, max_tokens, priority, count, timeout_s):
+        rules = {"priority": priority, "timeout_s": timeout_s, "adapter": bytes([number]) * 32}
+        seqs = self.engine.add_siblings(count, prompt, max_tokens, **rules)
+        seqs[0].request.adapter.is_pinned = is_pinned and number == 1  # the engine leaves one slot to the others
+        self.seqs += seqs
+
+
+class AdaptersMachine(Adapters, SchedulerMachine):
+    pass
+
+
+class AdaptersUnreliableMachine(Adapters, UnreliableMachine):
+    pass
+
+
+class AdaptersHostOverlapMachine(Adapters, HostOverlapMachine):
+    pass
+
+
 TestContinuous = SchedulerMachine.TestCase
 TestOverlap = OverlapMachine.TestCase
 TestUnreliable = UnreliableMachine.TestCase
@@ -493,6 +530,9 @@ TestWindowUncached = WindowUncachedMachine.TestCase
 TestWindowUnreliable = WindowUnreliableMachine.TestCase
 TestWindowHost = WindowHostMachine.TestCase
 TestWindowHostUnreliable = WindowHostUnreliableMachine.TestCase
+TestAdapters = AdaptersMachine.TestCase
+TestAdaptersUnreliable = AdaptersUnreliableMachine.TestCase
+TestAdaptersHostOverlap = AdaptersHostOverlapMachine.TestCase
 EXAMPLES = int(os.environ.get("PAGODA_TEST_EXAMPLES", "1"))  # .ci/run tries more of them
 
 
@@ -509,6 +549,7 @@ TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.set
 )
 TestHostCache.settings = TestHostCacheUnreliable.settings = examples(14)
 TestLending.settings = TestLendingOverlap.settings = examples(10)
+TestAdapters.settings = TestAdaptersUnreliable.settings = TestAdaptersHostOverlap.settings = examples(10)
 TestStored.settings = TestStoredOverlap.settings = TestStoredUnreliable.settings = examples(10)
 TestHost.settings = TestHostOverlap.settings = TestHostUncached.settings = TestHostUnreliable.settings = (
     TestHostUnreliableUncached.settings

@@ -40,6 +40,7 @@ class DraftModel:
             host_kv_gb=0.0,
             kv_store="",
             tensor_parallel=1,
+            max_adapters=0,
         )
         self._runner = ModelRunner(settings, progress)
         info = self._runner.info

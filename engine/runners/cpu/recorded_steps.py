@@ -35,13 +35,17 @@ class DecodeArrays:
         self._slots = np.zeros((num_groups, most), dtype=np.int64)
         self._query_start = np.arange(most + 1, dtype=np.int32)
         self._context_len = np.zeros(most, dtype=np.int32)
+        self._adapter_slots = np.zeros(most, dtype=np.int32)
         self._block_tables = np.zeros((num_groups, most, -(-max_model_len // block_size)), dtype=np.int32)
         # Of each row: the sequence's own list, which only grows until it is replaced.
         self._blocks: list[BlockTable] = [BlockTable()] * most
         self._num_written = [[0] * most for _ in range(num_groups)]
 
-    def inputs(self, count: int, ops: Backend, kv: PagedKV) -> StepInputs:
-        """Views of the first `count` rows, with logits after each."""
+    def inputs(self, count: int, ops: Backend, kv: PagedKV, has_adapters: bool = False) -> StepInputs:
+        """Views of the first `count` rows, with logits after each.
+
+        has_adapters  rows may have adapters
+        """
         query_start, context_len = self._query_start[: count + 1], self._context_len[:count]
         groups = []
         for slots, block_table, windows in zip(self._slots, self._block_tables, self._windows, strict=True):
@@ -57,10 +61,11 @@ class DecodeArrays:
             logit_rows=None,
             groups=groups,
             group_of=self._group_of,
+            adapter_slots=torch.from_numpy(self._adapter_slots[:count]) if has_adapters else None,
         )
 
-    def fill(self, chunks: list[Chunk]) -> None:
-        """Writes these chunks, of one token each, to the first rows."""
+    def fill(self, chunks: list[Chunk]) -> bool:
+        """Writes these chunks, of one token each, to the first rows; returns whether one of them has an adapter."""
         size, count = self._block_size, len(chunks)
         tokens, starts = [], []
         slots: list[list[int]] = [[] for _ in self._windows]
@@ -82,6 +87,10 @@ class DecodeArrays:
         self._positions[:count] = starts
         self._slots[:, :count] = slots
         np.add(self._positions[:count], 1, out=self._context_len[:count], casting="same_kind")
+        has_adapters = any(chunk.seq.adapter_slot >= 0 for chunk in chunks)
+        if has_adapters:
+            self._adapter_slots[:count] = [chunk.seq.adapter_slot for chunk in chunks]
+        return has_adapters
 
 
 @dataclass(slots=True)
@@ -92,7 +101,8 @@ class _Step:
 
 
 class RecordedSteps:
-    """The decode steps of a model. A step is recorded the first time that it has a certain number of rows.
+    """The decode steps of a model. A step is recorded the first time that it has a certain number of rows, and once
+    more the first time that one of so many rows has an adapter.
 
     cache      pages of each layer, of which `Backend.can_record` holds
     most       rows of a step
@@ -113,7 +123,7 @@ class RecordedSteps:
         self._arrays = DecodeArrays(most, max_model_len, block_size, groups, model.config.windows)
         self._embedded = model.embed(self._inputs(most))  # room for any step's
         self._recorder = Recorder()
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[tuple[int, bool], _Step] = {}  # by number of rows, and whether one has an adapter
         self.num_taken = 0
 
     def has_room_for(self, chunks: list[Chunk]) -> bool:
@@ -123,15 +133,16 @@ class RecordedSteps:
     def logits(self, chunks: list[Chunk]) -> Tensor:
         """The logits of `Decoder.forward` for these chunks, to the last bit. Valid until the next call."""
         count = len(chunks)
-        self._arrays.fill(chunks)
-        step = self._steps.get(count)
+        has_adapters = self._arrays.fill(chunks)
+        step = self._steps.get((count, has_adapters))
         if step is None:
-            step = self._steps[count] = _Step(self._inputs(count), self._embedded.first(count))
+            step = _Step(self._inputs(count, has_adapters), self._embedded.first(count))
+            self._steps[count, has_adapters] = step
         step.embedded.copy_(self._model.embed(step.inputs))
         if step.recording is None or not step.recording.replay():
             self.num_taken += 1
             step.recording = self._recorder.record(partial(self._model.logits, step.embedded, step.inputs, self._cache))
         return step.recording.result
 
-    def _inputs(self, count: int) -> StepInputs:
-        return self._arrays.inputs(count, self._ops, self._cache[0])
+    def _inputs(self, count: int, has_adapters: bool = False) -> StepInputs:
+        return self._arrays.inputs(count, self._ops, self._cache[0], has_adapters)

@@ -105,6 +105,7 @@ class StepArrays:
             logit_rows=torch.from_numpy(logit_rows).to(kv.device),
             groups=groups,
             group_of=self._group_of,
+            adapter_slots=adapter_slots_of(chunks, kv.device),
         )
 
     def _row(self, chunk: Chunk) -> int:
@@ -128,6 +129,14 @@ class StepArrays:
             if row.last_step != self._step:
                 self._free_rows.append(row.number)
                 del self._rows[key]
+
+
+def adapter_slots_of(chunks: list[Chunk], device: torch.device) -> torch.Tensor | None:
+    """[num_tokens] int32, the slot of each token's adapter, or -1; None if no chunk has one."""
+    slots = np.array([chunk.seq.adapter_slot for chunk in chunks], dtype=np.int32)
+    if (slots < 0).all():
+        return None
+    return torch.from_numpy(np.repeat(slots, [chunk.length for chunk in chunks])).to(device)
 
 
 def attended_parts(

@@ -38,6 +38,8 @@ class DeviceRunner:
     counts on them. Raises ConfigError if the device has too little memory for these settings.
     """
 
+    adapters = None  # it has no banks for them
+
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
         self.lookahead = 0 if config.overlap == "off" else 1
         self._ops, self._model, self._device = loaded.ops, loaded.model, loaded.device

@@ -1,0 +1,105 @@
+"""The products of a model that LoRA adapters change, and adapters as those products take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...checkpoints import CheckpointError
+from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterPair, read_adapter
+from ...kernels import PLAIN, LowRank, LowRankBank, LowRankPart, Use
+from ..core.adapter import Adapter
+from .weights import Rows, Weights
+
+
+class AdaptedLinear:
+    """One product in place of several with the same input, to which each row's adapter adds its own.
+
+    rows     what the product computes, in order
+    in_size  its inputs
+    bank     what the adapters in each slot add; None: there has been none yet
+    """
+
+    def __init__(
+        self, weights: Weights, rows: Sequence[Rows], in_size: int, has_bias: bool = False, use: Use = PLAIN
+    ) -> None:
+        self.rows, self.in_size = tuple(rows), in_size
+        self._product, self._add = weights.linear(rows, in_size, has_bias, use), weights.ops.add_low_rank
+        self._activation = use.activation
+        self.bank: LowRankBank | None = None
+
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x [num_tokens, width * in] to [num_tokens, out].
+
+        slots  [num_tokens] int32, the slot of each row's adapter, or -1; None: no row has one
+        """
+        out = self._product(x)
+        if slots is not None:
+            assert self.bank is not None, "a row has an adapter, so one was put into the banks"
+            self._add(out, x, slots, self.bank, self._activation)
+        return out
+
+
+class AdapterBanks:
+    """The slots for adapters beside all products of a model.
+
+    num_slots  adapters that the rows of one step can have
+    max_rank   of an adapter
+    dtype      of the model, which adapters get
+    """
+
+    def __init__(self, products: Sequence[AdaptedLinear], num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self._products, self._dtype = products, dtype
+        modules = {
+            rows.name: (product.in_size, rows.whole_size or rows.size) for product in products for rows in product.rows
+        }
+        self._limits = AdapterLimits(modules, max_rank)
+        self._held = [b""] * num_slots  # the identity of the adapter in each slot
+
+    def load(self, path: Path) -> Adapter:
+        """Read an adapter and pack it, on any thread, while steps run. Raises CheckpointError."""
+        file = read_adapter(path, self._limits)
+        weights = [_fitted(product, file, self._dtype) for product in self._products]
+        num_bytes = sum(each.num_bytes for each in weights if each is not None)
+        return Adapter(file.identity, file.rank, num_bytes, weights)
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Put an adapter into a slot, unless it is there. No step may be running."""
+        if self._held[slot] == adapter.identity:
+            return
+        assert isinstance(adapter.weights, list), "load() has made it"
+        for product, low_rank in zip(self._products, adapter.weights, strict=True):
+            if product.bank is None:
+                product.bank = LowRankBank(self.num_slots)
+            product.bank.put(slot, low_rank)
+        self._held[slot] = adapter.identity
+
+
+def _fitted(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> LowRank | None:
+    """What an adapter adds to a product; None: nothing."""
+    parts = list(_parts(product, file, dtype))
+    return LowRank(parts) if parts else None
+
+
+def _parts(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Iterator[LowRankPart]:
+    column = 0
+    for rows in product.rows:
+        pair = file.pairs.get(rows.name)
+        if pair is not None:
+            part = LowRankPart(column, torch.from_numpy(pair.down).to(dtype), _up(pair, rows).to(dtype))
+            if not (part.down.isfinite().all() and part.up.isfinite().all()):
+                raise CheckpointError(f"{rows.name} has values beyond those of {dtype}, in which the model computes")
+            yield part
+        column += rows.size
+
+
+def _up(pair: AdapterPair, rows: Rows) -> Tensor:
+    """[rank, size] float32, with the adapter's scale, and arranged and multiplied as the product's rows are."""
+    up = torch.from_numpy(pair.up)
+    up = up if rows.order is None else up[rows.order]
+    factor = rows.factor_of(slice(0, rows.size))
+    return (up * (factor[:, None] if isinstance(factor, Tensor) else factor) * pair.scale).T.contiguous()
