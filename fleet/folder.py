@@ -10,8 +10,8 @@ from pathlib import Path
 from ..router.engines.fleet import Member
 from ..router.engines.membership import read_members
 from ..router.errors import ConfigError
-from ..runtime.authority import AUTHORITY, ENGINE_NAME, ROUTER, Authority, write_whole
-from ..runtime.channel_trust import ChannelTrust
+from ..runtime.authority import AUTHORITY, ROUTER, Authority, write_whole
+from ..runtime.channel_trust import ENGINE_NAME, ChannelTrust
 from ..settings.engine import CommonSettings
 
 DAYS = 365  # that certificates are valid: an engine gets new ones when it is started

@@ -10,12 +10,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .channel_trust import ENGINE_NAME
+
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 AUTHORITY, ROUTER = "ca", "router"  # names of files
-ENGINE_NAME = "pagoda-engine"  # every engine's certificate bears it, for --channel-tls-name
 AUTHORITY_DAYS = 3650
 SKEW = timedelta(hours=1)  # a host's clock may be late
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*")
@@ -87,7 +88,7 @@ class Authority:
         self._write(AUTHORITY, key, builder.add_extension(usage, critical=True), key)
 
     def _issue(self, name: str, hosts: Sequence[str], *, is_engine: bool) -> None:
-        """Sign a certificate that a server, or else a client, may show."""
+        """Sign a certificate: for a router as a client, or for an engine, which is a client of other engines, too."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -95,12 +96,12 @@ class Authority:
         authority, signer = self._load()
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         expiry = min(now + self._valid, authority.not_valid_after_utc)
-        role = ExtendedKeyUsageOID.SERVER_AUTH if is_engine else ExtendedKeyUsageOID.CLIENT_AUTH
+        roles = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if is_engine else [])]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
         builder = _builder(_name(name), key, now, expiry).issuer_name(authority.subject)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(_key_usage(digital_signature=True), critical=True)
-        builder = builder.add_extension(x509.ExtendedKeyUsage([role]), critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(roles), critical=False)
         builder = builder.add_extension(x509.SubjectAlternativeName(list(map(_general_name, hosts))), critical=False)
         self._write(name, key, builder.add_extension(issuer, critical=False), signer)
 

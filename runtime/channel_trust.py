@@ -8,14 +8,16 @@ import hmac
 import logging
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ..settings.engine import CommonSettings
 from . import followed
 
+ENGINE_NAME = "pagoda-engine"  # a certificate with this name is an engine's, and makes no router
 MAX_PEM_BYTES = 1 << 20
 MAX_TOKEN_BYTES = 1 << 12
 MAX_TOKENS = 2  # the old one and the new one
@@ -36,6 +38,7 @@ class Certificates:
     context           the same files as a TLS client presents and checks them
     expires           when this end's certificate does, in seconds since 1970
     is_clients        whether this end's certificate is a client's, perhaps beside a server's
+    peer_name         that an engine asks of other engines' certificates; None: the host of each engine's address
     """
 
     certificate: bytes
@@ -44,6 +47,7 @@ class Certificates:
     context: ssl.SSLContext = field(compare=False)
     expires: float = field(compare=False)
     is_clients: bool = field(compare=False)
+    peer_name: str | None = field(compare=False)
 
     @property
     def has_expired(self) -> bool:
@@ -172,24 +176,29 @@ def _certificates(certificate: Path, key: Path, authorities: Path, is_engine: bo
         reason = getattr(error, "reason", None) or error
         raise TrustError(f"{pair}: not a certificate and its own unencrypted key in PEM ({reason})") from None
     try:
-        expires = _expiry_of_own(certificate, key, is_engine)
+        shown = _shown(certificate, key, is_engine)
     except ssl.SSLCertVerificationError as error:
         role = "an engine" if is_engine else "a router"
         raise TrustError(f"{pair}: not a certificate for {role}: {error.verify_message}") from None
     except OSError as error:
         raise TrustError(f"{pair}: {getattr(error, 'reason', None) or error}") from None
-    return Certificates(own, own_key, signers, context, expires, not is_engine or _is_clients(certificate, key))
+    is_named = ("DNS", ENGINE_NAME) in shown.get("subjectAltName", ())
+    if is_named and not is_engine:
+        raise TrustError(f"{pair}: not a certificate for a router: it bears the name of all engines, {ENGINE_NAME}")
+    expires = ssl.cert_time_to_seconds(str(shown["notAfter"]))
+    is_clients = not is_engine or _is_clients(certificate, key)
+    return Certificates(own, own_key, signers, context, expires, is_clients, ENGINE_NAME if is_named else None)
 
 
 def _is_clients(certificate: Path, key: Path) -> bool:
     with contextlib.suppress(ssl.SSLCertVerificationError):
-        _expiry_of_own(certificate, key, is_engine=False)
+        _shown(certificate, key, is_engine=False)
         return True
     return False
 
 
-def _expiry_of_own(certificate: Path, key: Path, is_engine: bool) -> float:
-    """When a certificate expires, as the other end of a connection sees it. Raises ssl.SSLError if that refuses it.
+def _shown(certificate: Path, key: Path, is_engine: bool) -> Mapping[str, Any]:
+    """What the other end of a connection sees of a certificate. Raises ssl.SSLError if that end refuses it.
 
     The connection is made in memory, and its other end trusts this certificate alone.
     """
@@ -212,4 +221,4 @@ def _expiry_of_own(certificate: Path, key: Path, is_engine: bool) -> float:
             ends[end].do_handshake()
     shown = ends[checking].getpeercert()
     assert shown, "the handshake is over"
-    return ssl.cert_time_to_seconds(str(shown["notAfter"]))
+    return shown

@@ -132,8 +132,10 @@ class BlockPeers:
 
 
 def _channel_to(peer: str, trust: Trust) -> grpc.Channel:
-    options = [*_OPTIONS, *channel_keepalive(peer)]
+    options: list[tuple[str, int | str]] = [*_OPTIONS, *channel_keepalive(peer)]
     if (certificates := trust.certificates) is None:
         return grpc.insecure_channel(peer, options=options)
     credentials = grpc.ssl_channel_credentials(certificates.authorities, certificates.key, certificates.certificate)
+    if certificates.peer_name is not None:
+        options.append(("grpc.ssl_target_name_override", certificates.peer_name))
     return grpc.secure_channel(peer, credentials, options=options)

@@ -17,7 +17,7 @@ from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from ...channel.address import is_unix
 from ...channel.link import MAX_MESSAGE_BYTES
 from ...channel.listening import GrpcPort, channel_keepalive
-from ...runtime.channel_trust import ChannelTrust, Trust
+from ...runtime.channel_trust import ENGINE_NAME, ChannelTrust, Trust
 from .block_lender import BlockLender, Lent
 from .codec import InvalidMessage
 from .server import EngineServer
@@ -117,6 +117,9 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
     async def Connect(self, requests: AsyncIterator[engine_pb2.RouterMessage], context: Context) -> None:
         if not self._is_trusted(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token of the channel is required")
+        if ENGINE_NAME.encode() in context.auth_context().get("x509_subject_alternative_name", ()):
+            why = f"a certificate of {ENGINE_NAME} makes no router"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
         link = GrpcLink(requests, context)
         await link.end(await self._engine.serve(link))
 

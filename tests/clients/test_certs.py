@@ -52,7 +52,7 @@ def test_certificates_bear_their_names_and_their_roles_and_are_valid_for_the_day
     verifier.build_server_verifier(x509.DNSName("gpu1")).verify(certificate(fleet / "gpu1.pem"), [])
     for engine in ("gpu1", "gpu2.example.org"):
         roles = certificate(fleet / f"{engine}.pem").extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-        assert list(roles) == [ExtendedKeyUsageOID.SERVER_AUTH]
+        assert list(roles) == [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         rest = certificate(fleet / f"{engine}.pem").not_valid_after_utc - datetime.now(UTC)
         assert timedelta(days=29) < rest <= timedelta(days=30)
 

@@ -23,6 +23,7 @@ from pagoda_server.router.engines import channel as engine_channel
 from pagoda_server.router.engines import handshake
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.handshake import channel_trust
+from pagoda_server.router.errors import ConfigError
 from pagoda_server.runtime.authority import Authority
 from pagoda_server.runtime.channel_trust import DAY_S, ChannelTrust
 from pagoda_server.settings import ServeConfig
@@ -250,13 +251,17 @@ async def test_a_certificate_that_expires_soon_is_logged_every_day(
 
 
 def test_the_certificate_of_an_engine_makes_no_router(fleet: Fleet, guarded: Guarded) -> None:
-    with pytest.raises(Exception, match=r"not a certificate for a router: unsuitable certificate purpose"):
+    with pytest.raises(ConfigError, match=r"not a certificate for a router: it bears the name of all engines, pagoda-"):
         trust(*fleet.certificates(guarded.name))
     read = {kind: (fleet.folder / f"{guarded.name}.{kind}").read_bytes() for kind in ("key", "pem")}
     credentials = grpc.ssl_channel_credentials((fleet.folder / "ca.pem").read_bytes(), read["key"], read["pem"])
-    with grpc.secure_channel(guarded.address, credentials) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.stream_stream("/pagoda.engine.v1.Engine/Connect")(iter([b""])).next()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    with grpc.secure_channel(guarded.address, credentials) as channel:
+        connect = channel.stream_stream("/pagoda.engine.v1.Engine/Connect")
+        call = connect(iter([b""]), metadata=[("authorization", "Bearer of the fleet")])
+        with pytest.raises(grpc.RpcError) as caught:
+            call.next()
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert caught.value.details() == "a certificate of pagoda-engine makes no router"
 
 
 def test_certificates_and_tokens_change_under_running_streams_and_none_breaks(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.runtime.authority import Authority
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import free_address, running_engine, running_server
 
@@ -238,17 +239,26 @@ def fill_the_engine_that_has_it(
     return calls
 
 
-@pytest.mark.parametrize("guard", ["nothing", "a token"])
+def certificates(fleet: Path, name: str) -> list[str]:
+    files = {"cert": f"{name}.pem", "key": f"{name}.key", "ca": "ca.pem"}
+    return [f"--channel-tls-{option}={fleet / file}" for option, file in files.items()]
+
+
+@pytest.mark.parametrize("guard", ["nothing", "a token", "certificates"])
 def test_an_engine_fetches_the_prompt_that_another_one_has_cached(tmp_path: Path, guard: str) -> None:
-    """Over a Unix socket, and over TCP with the channel's token."""
+    """Over a Unix socket, and over TCP with the channel's token or with certificates of `pagoda certs`."""
     (tmp_path / "token").write_text("s3cret")
+    addresses = [free_address(), free_address()]
+    trust_of_engines = trust = ["--channel-token-file", str(tmp_path / "token")]
     if guard == "nothing":
-        addresses, trust = [f"unix:{tmp_path / name}.sock" for name in ("one", "two")], ()
-    else:
-        addresses, trust = [free_address(), free_address()], ("--channel-token-file", str(tmp_path / "token"))
+        addresses, trust_of_engines, trust = [f"unix:{tmp_path / name}.sock" for name in ("one", "two")], [], []
+    elif guard == "certificates":
+        Authority(tmp_path / "fleet", days=1).add(["engine"])
+        trust_of_engines = certificates(tmp_path / "fleet", "engine")
+        trust = [*certificates(tmp_path / "fleet", "router"), "--channel-tls-name=pagoda-engine"]
     with contextlib.ExitStack() as stack:
         for address in addresses:
-            stack.enter_context(running_engine(address, *LENDING, *trust))
+            stack.enter_context(running_engine(address, *LENDING, *trust_of_engines))
         server = stack.enter_context(running_server(*MODEL, "--engine", ",".join(addresses), *trust))
         channel = stack.enter_context(grpc.insecure_channel(server.address))
         inference, control = inference_pb2_grpc.InferenceStub(channel), control_pb2_grpc.ControlStub(channel)
