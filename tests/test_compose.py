@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 import subprocess
 import sys
 import tomllib
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,39 @@ def test_every_path_that_the_images_copy_exists() -> None:
     for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE):
         *sources, _ = line.split()
         assert all((ROOT / source).exists() for source in sources)
+
+
+def test_torch_for_cpus_is_the_default_even_where_the_index_is_given_as_empty() -> None:
+    assert SERVICES["engine"]["build"]["args"] == {"TORCH_INDEX": "${TORCH_INDEX:-}"}
+    assert re.search(r'--index-url "\$\{TORCH_INDEX:-https://\S+/cpu\}"', stage("engine"))
+    assert "engine-gpu" not in {SERVICES[name]["build"]["target"] for name in ("engine", "engine-2")}
+    assert re.search(r"^FROM base AS engine-gpu$", DOCKERFILE, re.MULTILINE), "not from the image with torch for CPUs"
+
+
+def test_the_engine_takes_the_torch_that_was_tested() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f'"{extras["engine"][0]}"' in stage("engine")
+
+
+def test_bases_are_pinned_and_every_image_lists_what_it_holds() -> None:
+    assert re.search(r"^ARG BASE=python:3\.\d+\.\d+-slim-[a-z]+$", DOCKERFILE, re.MULTILINE)
+    assert set(re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)) == {"${BASE}", "base"}
+    for target in ("router", "engine", "engine-gpu"):
+        assert f"python /sbom.py pagoda-{target}" in stage(target)
+        assert "g++" not in stage(target)
+
+
+def test_an_image_lists_every_distribution_with_its_version(tmp_path: Path) -> None:
+    listed = tmp_path / "sbom.cdx.json"
+    subprocess.run([sys.executable, ROOT / "deploy" / "sbom.py", "pagoda-router", listed], check=True)
+    document = json.loads(listed.read_text())
+    assert document["metadata"]["component"]["name"] == "pagoda-router"
+    purls = [component["purl"] for component in document["components"]]
+    assert len(set(purls)) == len(purls)
+    for name in ("pagoda-server", "grpcio", "typing-extensions"):
+        assert f"pkg:pypi/{name}@{metadata.version(name)}" in purls
+    if shutil.which("dpkg-query"):
+        assert any(purl.startswith("pkg:deb/") and "/libc6@" in purl for purl in purls)
 
 
 def test_every_folder_of_the_server_is_in_the_images() -> None:
