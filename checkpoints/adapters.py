@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
 from .safetensors_header import LENGTH_BYTES, TensorEntry, parse_header
+from .stored import widened
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 18
@@ -52,10 +53,12 @@ class AdapterLimits:
     """
     modules   what the model has products for, by name: inputs and outputs
     max_rank  of an adapter
+    head_dim  of the model's attention
     """
 
     modules: Mapping[str, tuple[int, int]]
     max_rank: int
+    head_dim: int
 
     @property
     def most_bytes(self) -> int:
@@ -295,7 +298,6 @@ def widened_values(content: bytes, encoding: str, start: int, shape: tuple[int, 
     """A tensor in F32, F16 or BF16 that begins at a byte of a file, in float32."""
     count = math.prod(shape)
     if encoding == "BF16":
-        bits = np.frombuffer(content, "<u2", count, start).astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(shape)
+        return widened(np.frombuffer(content, "<u2", count, start)).reshape(shape)
     values = np.frombuffer(content, "<f4" if encoding == "F32" else "<f2", count, start)
     return values.astype(np.float32).reshape(shape)

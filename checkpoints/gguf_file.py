@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
-from .mapped_file import MappedFile
+from .mapped_file import HeldFile, MappedFile
 
 T = TypeVar("T")
 
@@ -106,12 +106,18 @@ class GgufFile:
     Raises CheckpointError if the file is not a GGUF file, is truncated or contradicts itself.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, held: HeldFile | None = None) -> None:
+        """
+        held  the content of the file, if it has been read; None: it is mapped
+        """
         self.path, self.name = path, path.name
-        with path.open("rb") as file:
-            if (magic := file.read(4)) != b"GGUF":
-                raise CheckpointError(f"{path.name} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
-        self.mapped = MappedFile(path)
+        if held is None:
+            with path.open("rb") as file:
+                _check_magic(path, file.read(4))
+            held = MappedFile(path)
+        else:
+            _check_magic(path, held.memory[:4])
+        self.mapped = held
         self._memory = self.mapped.memory
         self._position, self._num_texts = 4, 0
         self._read: set[str] = set()
@@ -290,6 +296,11 @@ class GgufFile:
             data = self.mapped.data[self._position : self._position + num_bytes].reshape(-1, row_bytes)
             found[name] = GgufTensor(name, kind, shape, data)
         return found
+
+
+def _check_magic(path: Path, magic: bytes) -> None:
+    if magic != b"GGUF":
+        raise CheckpointError(f"{path.name} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
 
 
 def _scalar_type(kind: int) -> struct.Struct:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...checkpoints import CheckpointError
 from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterPair, read_adapter
+from ...checkpoints.gguf_adapters import read_gguf_adapter
 from ...kernels import PLAIN, LowRank, LowRankBank, LowRankPart, Use
 from ..core.adapter import Adapter
 from .weights import Rows, Weights
@@ -48,21 +49,25 @@ class AdapterBanks:
 
     num_slots  adapters that the rows of one step can have
     max_rank   of an adapter
+    head_dim   of the model's attention
     dtype      of the model, which adapters get
     """
 
-    def __init__(self, products: Sequence[AdaptedLinear], num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, products: Sequence[AdaptedLinear], head_dim: int, num_slots: int, max_rank: int, dtype: torch.dtype
+    ) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
         self._products, self._dtype = products, dtype
         modules = {
             rows.name: (product.in_size, rows.whole_size or rows.size) for product in products for rows in product.rows
         }
-        self._limits = AdapterLimits(modules, max_rank)
+        self._limits = AdapterLimits(modules, max_rank, head_dim)
         self._held = [b""] * num_slots  # the identity of the adapter in each slot
 
     def load(self, path: Path) -> Adapter:
         """Read an adapter and pack it, on any thread, while steps run. Raises CheckpointError."""
-        file = read_adapter(path, self._limits)
+        read = read_gguf_adapter if path.suffix == ".gguf" else read_adapter
+        file = read(path, self._limits)
         weights = [_fitted(product, file, self._dtype) for product in self._products]
         num_bytes = sum(each.num_bytes for each in weights if each is not None)
         return Adapter(file.identity, file.rank, num_bytes, weights)

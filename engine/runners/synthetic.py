@@ -146,6 +146,9 @@ class SyntheticAdapters:
     def load(self, path: Path) -> Adapter:
         from ...checkpoints.adapters import CONFIG, TENSORS, AdapterConfig, identity_of, read_whole
 
+        if path.suffix == ".gguf":
+            content = read_whole(path, _MAX_ADAPTER_BYTES)
+            return Adapter(identity_of(content), 1, len(content), None)
         config = read_whole(path / CONFIG, _MAX_ADAPTER_BYTES)
         content = read_whole(path / TENSORS, _MAX_ADAPTER_BYTES)
         rank = AdapterConfig(config).rank

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 
 from pagoda_server.checkpoints import CheckpointError
 from pagoda_server.checkpoints.adapters import AdapterFile, AdapterLimits, AdapterNotFound, read_adapter
+from pagoda_server.checkpoints.gguf_adapters import read_gguf_adapter
 from tests.engine.lora import CONFIG, random_pairs, write_adapter
 
 MODULES = {"model.layers.0.self_attn.q_proj": (6, 8), "model.layers.1.mlp.down_proj": (10, 6)}
-LIMITS = AdapterLimits(MODULES, max_rank=8)
+LIMITS = AdapterLimits(MODULES, max_rank=8, head_dim=4)
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -57,6 +59,70 @@ def test_patterns_give_modules_ranks_and_scales_of_their_own(tmp_path: Path) -> 
     found = read(folder)
     assert found.pairs[query].scale == pytest.approx(8 / 2**0.5)
     assert found.pairs[down].scale == pytest.approx(3 / 4**0.5)
+
+
+def write_gguf(
+    path: Path, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], dtype: Any = np.float32, **fields: Any
+) -> Path:
+    """Write what llama.cpp's conversion makes of an adapter of Llama's first layers."""
+    fields = {"general.type": "adapter", "adapter.type": "lora"} | fields
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        writer.add_string(key, value)
+    writer.add_float32("adapter.lora.alpha", 6.0)
+    names = {"q_proj": "attn_q", "down_proj": "ffn_down"}
+    for module, (down, up) in pairs.items():
+        layer, stem = module.split(".")[2], names[module.rpartition(".")[2]]
+        if stem == "attn_q":  # pairs of dimensions that are rotated together become neighbours
+            up = up.view(-1, 2, LIMITS.head_dim // 2, up.shape[1]).transpose(1, 2).reshape(up.shape)
+        for half, values in (("lora_a", down), ("lora_b", up)):
+            writer.add_tensor(f"blk.{layer}.{stem}.weight.{half}", values.contiguous().numpy().astype(dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_gguf_adapter_is_that_of_peft(tmp_path: Path, dtype: Any) -> None:
+    pairs = {name: (down.half().float(), up.half().float()) for name, (down, up) in random_pairs(MODULES).items()}
+    expected = read(write_adapter(tmp_path / "a", pairs))
+    found = read_gguf_adapter(write_gguf(tmp_path / "a.gguf", pairs, dtype), LIMITS)
+    assert found.pairs.keys() == expected.pairs.keys()
+    for module, pair in found.pairs.items():
+        assert np.array_equal(pair.down, expected.pairs[module].down)
+        assert np.array_equal(pair.up, expected.pairs[module].up)
+        assert pair.scale == expected.pairs[module].scale == 1.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"general.type": "model"}, "not a LoRA adapter"),
+        ({"adapter.type": "other"}, "not a LoRA adapter"),
+        ({"adapter.alora.invocation": "x"}, "adapter.alora.invocation"),
+    ],
+)
+def test_another_kind_of_gguf_file_is_refused(fields: dict[str, str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        read_gguf_adapter(write_gguf(tmp_path / "a.gguf", random_pairs(MODULES), **fields), LIMITS)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_damaged_gguf_file_is_read_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = write_gguf(tmp_path_factory.mktemp("damaged") / "a.gguf", random_pairs(MODULES))
+    content = bytearray(path.read_bytes())
+    start = data.draw(st.integers(0, len(content) - 1))
+    content[start : start + data.draw(st.integers(0, 20))] = data.draw(st.binary(max_size=20))
+    path.write_bytes(content)
+    try:
+        found = read_gguf_adapter(path, LIMITS)
+    except CheckpointError:
+        return
+    assert found.pairs.keys() <= MODULES.keys()
+    assert all(np.isfinite(pair.up).all() for pair in found.pairs.values())
 
 
 def test_an_identity_is_that_of_the_bytes(tmp_path: Path) -> None:

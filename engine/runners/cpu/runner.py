@@ -94,8 +94,13 @@ class ModelRunner:
         self.info = loaded.info(num_blocks, config)
         self.adapters: AdapterBanks | None = None
         if config.max_adapters and share.is_whole:
-            products = loaded.model.adapted_products
-            self.adapters = AdapterBanks(products, config.max_adapters, config.max_lora_rank, loaded.dtype)
+            self.adapters = AdapterBanks(
+                loaded.model.adapted_products,
+                loaded.spec.head_dim,
+                config.max_adapters,
+                config.max_lora_rank,
+                loaded.dtype,
+            )
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
             self._host = HostMemory(self._pages, self.info.num_host_blocks)
         if leader is not None:
