@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from pagoda_server.engine.core.adapter import Adapter
-from pagoda_server.engine.core.sequence import Sequence
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import has_native
+from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.lora import merged, random_pairs, scale_of, with_adapter, write_adapter
+from tests.engine.test_device_runner import Served
 from tests.engine.tiny_models import (
     MODELS,
     ONE_OF_EACH_FAMILY,
+    VOCAB_SIZE,
     ShuffledBlocks,
     generate,
     load_runner,
@@ -191,6 +194,40 @@ def test_a_slot_that_another_adapter_gets_computes_with_that(adapted: Adapted) -
     expected = [output(first, 0), output(second, 1)]
     assert [output(first, 5), output(second, 5)] == expected
     assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_what_is_cached_preempted_and_drafted_is_what_each_adapter_computes_alone(
+    adapted: Adapted, has_drafts: bool
+) -> None:
+    """More adapters than slots, fewer blocks than all need, and prompts that share their first tokens."""
+    if not adapted.settings["deterministic"]:
+        pytest.skip("its base products depend on the number of rows")
+    runner, adapters = adapted.runner, [None, *adapted.adapters]
+    asked = [
+        ([*random_prompt(14, seed=number % 2), *random_prompt(number, seed=number)], adapters[number % 4])
+        for number in range(12)
+    ]
+    params = SamplingParams(max_tokens=14)
+    alone = []
+    for prompt, adapter in asked:
+        alone.append(generate(runner, with_adapter(ShuffledBlocks(runner).sequence(prompt, 14), adapter, 0), 14))
+
+    def future(seq: Sequence, most: int) -> list[int]:
+        return [*asked[seq.id][0], *alone[seq.id]][seq.num_tokens : seq.num_tokens + most]
+
+    speculation = AlwaysDrafts(Oracle(future, 0.7, VOCAB_SIZE), 4, VOCAB_SIZE) if has_drafts else None
+    served = Served(runner, 22, speculation=speculation, num_adapter_slots=2)
+    seqs = []
+    for prompt, adapter in asked:
+        seqs.append(served.add(prompt, params, adapter=adapter))
+        served.step()
+    served.run()
+    assert [served.told[seq.id] for seq in seqs] == alone
+    assert served.scheduler.counters.preemptions > 0
+    assert served.scheduler.counters.cached_tokens > 0
+    if has_drafts:
+        assert served.scheduler.counters.accepted_tokens > 0
 
 
 def test_a_prompt_with_an_adapter_is_read_as_it_is_computed(adapted: Adapted) -> None:

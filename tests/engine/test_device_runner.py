@@ -19,7 +19,9 @@ import pytest
 import torch
 
 from pagoda.v1 import inference_pb2
+from pagoda_server.channel.strides import chain_root
 from pagoda_server.checkpoints import resolve
+from pagoda_server.engine.core.adapter import Adapter
 from pagoda_server.engine.core.sequence import (
     BlockTable,
     EndReason,
@@ -85,6 +87,7 @@ class Served:
         block_size: int = 4,
         speculation: Speculation | None = None,
         max_num_seqs: int = 6,
+        num_adapter_slots: int = 0,
     ) -> None:
         info = getattr(runner, "info", None)
         self.pool = BlockPool(num_blocks, block_size)
@@ -98,6 +101,7 @@ class Served:
             num_host_blocks=host_blocks,
             speculation=speculation,
             windows=info.kv_cache.groups.windows if info else (None,),
+            num_adapter_slots=num_adapter_slots,
         )
         self.steps = StepsInFlight(self.scheduler, runner)
         self.ended: list[Ended] = []
@@ -113,9 +117,12 @@ class Served:
         params: SamplingParams,
         mask: TokenMask | None = None,
         readout: Readout | None = None,
+        adapter: Adapter | None = None,
     ) -> Sequence:
         tokens = list(prompt)
-        seq = Sequence(next(self._ids), tokens, Request(len(prompt), readout=readout), params, token_mask=mask)
+        root = chain_root("", adapter.identity) if adapter else b""
+        request = Request(len(prompt), readout=readout, cache_root=root, adapter=adapter)
+        seq = Sequence(next(self._ids), tokens, request, params, token_mask=mask)
         self.scheduler.add(seq)
         return seq
 
