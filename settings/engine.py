@@ -32,6 +32,7 @@ Quantization = Literal["auto", "none", "int4", "int8", "fp8"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 PolicyName = Literal["fcfs", "priority", "fair", "deadline"]
 Overlap = Literal["auto", "on", "off"]
+Role = Literal["prefill", "decode", "both"]
 Speculation = Literal["auto", "off"]
 
 MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits into 64 bits
@@ -359,6 +360,11 @@ class EngineConfig(EngineSettings):
         "HOST:PORT or unix:PATH.",
         check=_check_health_listen, is_private=True,
     )  # fmt: skip
+    role: Role = setting(
+        "both",
+        "What routers give the engine: prompts up to their first token (prefill), what follows it (decode), or whole "
+        "requests. An engine with another role than both needs --host-kv-gb: keys and values pass through it.",
+    )
     allow_insecure: bool = setting(False, "Listen at an address that other hosts can reach without TLS or a token.")
     exit_with_parent: bool = setting(
         False, "Exit when standard input ends, as it does when the process that holds its other end dies."

@@ -237,10 +237,11 @@ class Account:
     """What a client gets to know about a sequence's time and tokens. Its methods alone change it.
 
     booked_until      every second from arrival to this time is in one of the four sums that follow
-    lost_tokens       computed tokens that it gave up when it was last preempted
+    lost_tokens       computed tokens that it gave up when it was last preempted, or left at another engine
     preempted_tokens  their sum over all preemptions
     recomputed_tokens those of them that were neither cached nor kept when it started again
     saved_tokens      copied to host memory while it was preempted; loaded_tokens were copied back
+    pulled_tokens     whose blocks came from another engine before it started
     drafted_tokens    guessed and verified; accepted_tokens of them became output
     forced_tokens     of its output that no step chose, because its token mask allowed no others
     """
@@ -259,6 +260,7 @@ class Account:
     recomputed_tokens: int = 0
     saved_tokens: int = 0
     loaded_tokens: int = 0
+    pulled_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     forced_tokens: int = 0
@@ -304,6 +306,9 @@ class Account:
 
     def loads(self, num_tokens: int) -> None:
         self.loaded_tokens += num_tokens
+
+    def pulls(self, num_tokens: int) -> None:
+        self.pulled_tokens += num_tokens
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         self.drafted_tokens += num_drafted
@@ -369,7 +374,8 @@ class Sequence:
     account: Account = field(init=False)
 
     def __post_init__(self) -> None:
-        self.account = Account(self.request.arrived)
+        has_run = self.output_len > 0  # on another engine, which had computed all tokens but the last
+        self.account = Account(self.request.arrived, lost_tokens=self.num_tokens - 1 if has_run else 0)
 
     @property
     def num_tokens(self) -> int:

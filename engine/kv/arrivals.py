@@ -219,14 +219,17 @@ class Arrivals:
     def _has_read(self, source: _Source, done: Done) -> None:
         source.note(done.seconds)
         address = self._reading.pop(done.host)
-        if address is not None:
-            del self._readers[address]
-            for each in self._waiting.values():
-                each.addresses.discard(address)
-        if address is not None and done.is_ok and self._cache.put(address, done.host):
+        has_come = address is not None and done.is_ok and self._cache.put(address, done.host)
+        if has_come:
             source.tokens += self._pool.block_size
         else:
             self._cache.give_back(done.host)
+        if address is not None:
+            del self._readers[address]
+            for each in self._waiting.values():
+                if address in each.addresses:
+                    each.addresses.remove(address)
+                    each.seq.account.pulls(self._pool.block_size if has_come and source is self.peer else 0)
 
     def ended(self, seq: Sequence) -> None:
         self._waiting.pop(seq.id, None)

@@ -123,12 +123,18 @@ async def _serve(
         # The first signal begins the grace period, and a second one ends it.
         events.add_signal_handler(number, lambda: (stop if leaves.is_set() else leaves).set())
     peers = peers_of(config, runner, fingerprint, trust)
+    if peers is None and config.role != "both":
+        raise ConfigError(
+            f"--role {config.role}: this engine fetches and lends no blocks. That needs --host-kv-gb, --listen "
+            "unix:PATH or HOST:PORT, the prefix cache, and a model of one process without sliding windows"
+        )
     layout = peers.lent.layout if peers is not None else b""
     server = EngineServer(
         engine_info(config, runner, folder, fingerprint),
         partial(make_grammars, folder, info),
         block_layout=layout,
         adapters=(runner.adapters, config.max_loaded_adapters) if runner.adapters is not None else None,
+        role=config.role,
     )
     pool = BlockPool(info.num_blocks, info.kv_cache.block_size)
     store = open_store(config, runner, fingerprint) if config.kv_store else None
@@ -253,6 +259,7 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path, fing
         token_budget=info.limits.token_budget,
         overlap="on" if runner.lookahead else "off",
     )
+    settings["role"] = config.role
     return control_pb2.EngineInfo(
         epoch=secrets.randbits(63),
         model=info.model,

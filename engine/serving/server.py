@@ -20,6 +20,7 @@ from pagoda.v1 import control_pb2, inference_pb2
 
 from ...channel.link import Link
 from ...grammars.fair_threads import FairThreads, QueueFull
+from ...settings.engine import Role
 from ..core.adapter import AdapterLoader
 from ..core.sequence import EndReason, Sequence, State
 from ..core.step import Ended, StepOutput
@@ -50,6 +51,12 @@ log = logging.getLogger("pagoda.engine")
 LOAD_EVERY_S = 0.25  # to routers for whom a step did nothing; with many of them, theirs would cost more than the rest
 LOOKS_AGAIN_S = 0.05  # how often the sequences that are left are counted
 STALL_TIMEOUT_S = 30.0  # a router that takes no message for this long is dropped
+
+_ROLES: dict[Role, engine_pb2.Role] = {
+    "both": engine_pb2.ROLE_UNSPECIFIED,
+    "prefill": engine_pb2.ROLE_PREFILL,
+    "decode": engine_pb2.ROLE_DECODE,
+}
 
 RouterLink: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
@@ -143,14 +150,17 @@ class EngineServer:
         clock: Callable[[], float] = time.monotonic,
         block_layout: bytes = b"",
         adapters: tuple[AdapterLoader, int] | None = None,
+        role: Role = "both",
     ) -> None:
         """
         make_grammars  makes what compiles the grammars of requests, when the first comes; None: there is nothing
         block_layout   see EngineMessage
         adapters       what loads adapters, and how many it may hold; None: the model takes none
+        role           what routers give it
         """
         self._adapters = HeldAdapters(*adapters, self._report_adapters) if adapters is not None else None
         self._block_layout = block_layout
+        self._role = _ROLES[role]
         self.is_leaving = False  # the engine is going to end
         self._info = info
         self._clock = clock
@@ -505,6 +515,7 @@ class EngineServer:
                 follows_blocks=True,
                 block_layout=self._block_layout,
                 adapter_limits=None if self._adapters is None else self._adapters.limits,
+                role=self._role,
             )
         )
         connection.link = link

@@ -16,6 +16,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 
 from ...runtime.channel_trust import ChannelTrust
+from ...settings.engine import Role
 from ..errors import EngineLost, Unavailable
 from .block_events import BlockEvents
 from .cached_keys import CachedBits, CachedKeys
@@ -39,6 +40,9 @@ PING_S, PING_PART = 1.0, 1 / 32
 SUSPECT_S, SUSPECT_PART = 1.0, 1 / 8
 RECONNECT_SPAWNED_S = 0.02  # an engine that this server has started listens on this host, and each start waits for it
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
+
+
+_ROLES: dict[int, Role] = {engine_pb2.ROLE_PREFILL: "prefill", engine_pb2.ROLE_DECODE: "decode"}
 
 
 class EngineHangs(Exception):
@@ -114,6 +118,7 @@ class EngineChannel:
         self._block_events = block_events or BlockEvents()
         self.max_num_seqs = 0
         self.block_layout = b""  # see EngineMessage
+        self.role: Role = "both"  # what it is for
         self.cached: CachedKeys | None = None  # while it reports that
         self._cached_bits = CachedBits() if cached_bits is None else cached_bits
         self._trust = trust
@@ -344,7 +349,7 @@ class EngineChannel:
                         if model != self.model:
                             self.model, self.identity = model, None
                         self._offers_cache, self._offers_blocks = message.follows_cache, message.follows_blocks
-                        self.block_layout = message.block_layout
+                        self.block_layout, self.role = message.block_layout, _ROLES.get(message.role, "both")
                         hello, self._answers_pings = message.hello, message.answers_pings
                         self._link, self._outgoing = link, asyncio.Queue()
                         watch = asyncio.create_task(self._watch(link))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pagoda.v1 import control_pb2
 
+from ...settings.engine import Role
 from ..errors import Unavailable
 from .channel import RETRY_AFTER_S, EngineChannel
 from .choosing import Asked, Chooser, LeastLoaded
@@ -54,8 +55,31 @@ class Engines(ABC):
         return [channel for channel in self.channels if channel.takes_requests]
 
     def refusal(self) -> Unavailable | None:
-        """Why no engine can be picked now; None: one is ready."""
-        return None if self.ready else self._unavailable(self._absence)
+        """Why no engine can be picked for a new request now; None: one is ready."""
+        try:
+            self._candidates(has_begun=False)
+        except Unavailable as error:
+            return error
+        return None
+
+    def _candidates(self, *, has_begun: bool) -> list[EngineChannel]:
+        """The ready engines whose role fits, or else those of every role. Raises Unavailable if there are none.
+
+        A new request needs an engine that computes what follows its first token, too.
+        """
+        ready = self.ready
+        if not ready:
+            raise self._unavailable(self._absence)
+        if all(channel.role == "both" for channel in ready):
+            return ready
+        fitting: dict[Role, list[EngineChannel]] = {}
+        roles: tuple[Role, ...] = ("decode",) if has_begun else ("decode", "prefill")
+        for role in roles:
+            of_role = [channel for channel in ready if channel.role == role]
+            fitting[role] = of_role or [channel for channel in ready if channel.role == "both"]
+            if not fitting[role]:
+                raise self._unavailable(f"no engine with --role {role} is ready, and none with --role both")
+        return fitting["decode" if has_begun else "prefill"]
 
     def _unavailable(self, why: str) -> Unavailable:
         return Unavailable(why, retry_after_s=self.retry_after_s)
@@ -72,16 +96,17 @@ class Engines(ABC):
         avoid: Collection[EngineChannel] = (),
         asked: Asked | None = None,
         like: control_pb2.EngineInfo | None = None,
+        *,
+        has_begun: bool = False,
     ) -> EngineChannel:
         """Pick an engine. Raises Unavailable if none is ready.
 
         avoid  engines that get the request only if no other is ready
         asked  what is known of the request; None: nothing
-        like   what an engine reported whose tokens the picked one must continue; None: the request is new
+        like   what an engine reported whose tokens the picked one must continue; None: any may be picked
+        has_begun  the request has output
         """
-        ready = self.ready
-        if not ready:
-            raise self._unavailable(self._absence)
+        ready = self._candidates(has_begun=has_begun)
         if like is not None:
             ready = [channel for channel in ready if channel.may_continue(like)]
             if not ready:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
+
+from pagoda.v1 import control_pb2
 
 from ..engines.channel import EngineChannel
 from ..engines.fleet import Engines
@@ -52,17 +55,38 @@ class Failover:
         if num_losses >= MAX_LOSSES:
             self.outcomes["refused"] += 1
             raise EnginesLost(num_losses) from lost
-        ends_at = time.monotonic() + min(self._wait_s, math.inf if timeout_s is None else timeout_s)
-        while self._continues or not has_begun:
-            try:
-                chosen = engines.pick(avoid=(engine,), like=lost.engine if has_begun else None)
-            except Unavailable:
-                if time.monotonic() >= ends_at:
-                    break
-                await asyncio.sleep(_LOOKS_AGAIN_S)
-            else:
+        if self._continues or not has_begun:
+            like = lost.engine if has_begun else None
+            with contextlib.suppress(Unavailable):
+                chosen = await self._picked(engines, engine, like, timeout_s, has_begun=has_begun)
                 self.outcomes["continued" if has_begun else "resubmitted"] += 1
                 return chosen
         self.outcomes["unavailable"] += 1
         lost.retry_after_s = engines.retry_after_s
         raise lost
+
+    async def decoder(self, engines: Engines, prefill: EngineChannel, timeout_s: float | None) -> EngineChannel:
+        """Choose the engine that goes on with a request whose first tokens a prefill engine has computed.
+
+        The other arguments are those of `elsewhere`. Raises Unavailable if there is none.
+        """
+        return await self._picked(engines, prefill, prefill.info, timeout_s, has_begun=True)
+
+    async def _picked(
+        self,
+        engines: Engines,
+        avoid: EngineChannel,
+        like: control_pb2.EngineInfo | None,
+        timeout_s: float | None,
+        *,
+        has_begun: bool,
+    ) -> EngineChannel:
+        """Wait for an engine. Raises Unavailable."""
+        ends_at = time.monotonic() + min(self._wait_s, math.inf if timeout_s is None else timeout_s)
+        while True:
+            try:
+                return engines.pick(avoid=(avoid,), like=like, has_begun=has_begun)
+            except Unavailable:
+                if time.monotonic() >= ends_at:
+                    raise
+                await asyncio.sleep(_LOOKS_AGAIN_S)

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
-from ..engines.stream import EngineStream, SequenceInbox, time_in_engine
+from ..engines.stream import SequenceInbox, time_in_engine
 from ..errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
 from ..text.tokenizer import Tokenizer
 from .output import (
@@ -22,7 +22,7 @@ from .output import (
     write_records,
 )
 from .parsing import Parsing
-from .resuming import ContinuedStream, KeepingOutput, KeptStream, Progress
+from .resuming import KeepingOutput, KeptStream, Progress
 from .token_times import TokenTimes
 from .validation import GenerateParams
 
@@ -32,7 +32,18 @@ _USED, _TIMED = (
     for message in (inference_pb2.Usage, inference_pb2.Timing)
 )
 _PROMPT_AT_ONCE = 256  # tokens: with all logprobs a message of about 100 KB, which stock clients accept
-Stream: TypeAlias = EngineStream | ContinuedStream
+
+
+class Stream(Protocol):
+    """What comes of a request from an engine: see EngineStream."""
+
+    inboxes: list[SequenceInbox]
+
+    async def wait(self) -> None: ...
+
+    def abort(self, index: int | None = None) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class OutputRoom:

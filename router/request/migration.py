@@ -88,7 +88,7 @@ class Migration:
 
     async def _prepared(self) -> EngineChannel | None:
         """Return an engine that has computed all sequences; None: the picked one cannot. Raises Unavailable."""
-        target = self._engines.pick(avoid=(self._source,), like=self._source.info)
+        target = self._engines.pick(avoid=(self._source,), like=self._source.info, has_begun=True)
         if target.block_layout != self._source.block_layout:
             return None
         for index in range(len(self._progress())):

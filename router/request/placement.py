@@ -11,22 +11,57 @@ from pagoda.engine.v1 import engine_pb2
 from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
 from ..engines.fleet import Engines
+from ..engines.stream import EngineStream, SequenceInbox
 from ..errors import EngineLost
 from .client_call import time_left
 from .generate_call import GenerateCall, Stream
 from .migration import Migration
-from .resuming import Progress, has_begun, submit_again
+from .resuming import Progress, has_begun, new_progress, submit_again
 from .services import AdmittedCall
 
 
-class Placement:
-    """The engine that computes a request, and the stream from it: another one when the engine is lost or leaves.
+class HandedOver(Exception):
+    """All that a prefill engine computes of a request is there, and has been taken."""
 
-    A context manager that ends the sequences which still run.
+
+class FirstTokens:
+    """The first tokens of a request, from a prefill engine; with an EngineStream's interface.
+
+    Its sequences end there with one token, as far as the engine is concerned. Their readers do not see that end.
+
+    ends  of these sequences, by index
+    """
+
+    def __init__(self, stream: EngineStream) -> None:
+        self.inboxes = stream.inboxes
+        self.ends = [SequenceInbox() for _ in stream.inboxes]
+        self._stream = stream
+
+    async def wait(self) -> None:
+        """Wait until an inbox holds something. Raises EngineLost, and HandedOver once every first token was taken."""
+        if not self._stream.live and not self._stream.has_output:
+            raise HandedOver
+        await self._stream.wait()
+        for inbox, end in zip(self.inboxes, self.ends, strict=True):
+            if inbox.ended is not None and inbox.ended.reason == engine_pb2.END_REASON_LENGTH:
+                end.ended, inbox.ended = inbox.ended, None
+
+    def abort(self, index: int | None = None) -> None:
+        self._stream.abort(index)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Placement:
+    """The engine that computes a request, and the stream from it.
+
+    Another engine takes its place when it is lost, when it is going to end, and once an engine for prompts has sent the
+    first tokens. A context manager that ends the sequences which still run.
 
     admitted      the call
     engines       those of its model
-    submit        the request as the first engine gets it
+    submit        the request as an engine for all of it gets it
     submitted_at  when it was first submitted, on the monotonic clock
     on_start      called when it starts to be computed
     """
@@ -47,7 +82,8 @@ class Placement:
         self._submit = submit
         self._submitted_at = submitted_at
         self._on_start = on_start
-        self._left: list[Stream] = []  # streams from engines that were not lost: how their sequences end is counted
+        self._left: list[Stream] = []  # of engines that go on without the request
+        self._prefill: EngineChannel | None = None  # has computed the prompt
         self._migration: Migration | None = None
 
     def begin(self, asked: Asked, progress: Progress | None) -> None:
@@ -55,9 +91,10 @@ class Placement:
 
         progress  of a stream that is resumed; None: it is new, and the engine can have the message as it is
         """
-        engine = self._engines.pick(asked=asked)
-        if progress is not None:
-            self._submit_to(engine, progress, asked)
+        begun = progress is not None and has_begun(progress)
+        engine = self._engines.pick(asked=asked, has_begun=begun)
+        if progress is not None or engine.role == "prefill":
+            self._submit_to(engine, progress or new_progress(self._submit.sampling.n), asked)
         else:
             self._note(engine, engine.submit(self._submit, self._on_start, asked))
 
@@ -66,27 +103,36 @@ class Placement:
 
         prompt  see GenerateCall.run
         """
-        if self._migration is None:
-            self._migration = self._new_migration(answer)
+        migration = self._migration = self._new_migration(answer)
         try:
-            if await answer.run(self.stream, prompt, self._migration.is_due):
+            if await answer.run(self.stream, prompt, migration.is_due):
                 return True
+            assert migration.target is not None, "it is due"
+            engine = migration.target
+            self._leave(answer, self.stream.inboxes)
+            self.stream.abort()
+        except HandedOver:
+            assert isinstance(self.stream, FirstTokens), "others do not raise it"
+            self._prefill = self.engine
+            self._leave(answer, self.stream.ends)
+            failover = self._admitted.services.failover
+            engine = await failover.decoder(self._engines, self.engine, time_left(self._admitted.call))
         except EngineLost as lost:
             self.stream.close()
             begun = has_begun(answer.progress)
             engine = await self._admitted.elsewhere(self._engines, self.engine, lost, has_begun=begun)
-        else:
-            target = self._migration.target
-            assert target is not None, "it is due"
-            engine = target
-            answer.left.append(self.stream.inboxes)
-            self._left.append(self.stream)
-            self.stream.abort()
-        self._migration.close()
-        self._migration = None
+        migration.close()
         ends = self._admitted.live.is_aborted
         self._submit_to(engine, [None] * len(answer.progress) if ends else answer.progress)
         return False
+
+    def _leave(self, answer: GenerateCall, ends: Sequence[SequenceInbox]) -> None:
+        """Let the engine go on without the request.
+
+        ends  where it is going to be seen how its sequences ended there
+        """
+        answer.left.append(ends)
+        self._left.append(self.stream)
 
     def _new_migration(self, answer: GenerateCall) -> Migration:
         return Migration(
@@ -99,13 +145,32 @@ class Placement:
         )
 
     def _submit_to(self, engine: EngineChannel, progress: Progress, asked: Asked | None = None) -> None:
-        age_s, timeout_s = time.monotonic() - self._submitted_at, time_left(self._admitted.call)
-        self._note(
+        submit = self._submit
+        is_first = engine.role == "prefill" and not has_begun(progress) and submit.max_tokens > 1
+        if is_first:
+            submit = engine_pb2.Submit()
+            submit.CopyFrom(self._submit)
+            submit.max_tokens, submit.min_tokens = 1, min(1, submit.min_tokens)
+        stream = submit_again(
             engine,
-            submit_again(
-                engine, self._submit, progress, age_s=age_s, timeout_s=timeout_s, on_start=self._on_start, asked=asked
-            ),
+            submit,
+            progress,
+            age_s=time.monotonic() - self._submitted_at,
+            timeout_s=time_left(self._admitted.call),
+            on_start=self._on_start,
+            asked=asked,
+            lender=self._lender(engine),
         )
+        self._note(engine, FirstTokens(stream) if is_first and isinstance(stream, EngineStream) else stream)
+
+    def _lender(self, engine: EngineChannel) -> tuple[str, int] | None:
+        """The engine that has computed the prompt, if this one can fetch blocks from it."""
+        prefill = self._prefill
+        if prefill is None or not prefill.is_ready or not prefill.block_layout:
+            return None
+        if prefill is engine or prefill.block_layout != engine.block_layout:
+            return None
+        return prefill.address, len(self._submit.prompt)
 
     def _note(self, engine: EngineChannel, stream: Stream) -> None:
         self.engine, self.stream = engine, stream

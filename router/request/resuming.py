@@ -332,6 +332,11 @@ def not_kept() -> NotFound:
     return NotFound("request_id: no stream is kept under this id; see --resume-s")
 
 
+def new_progress(count: int) -> Progress:
+    """That of so many sequences of which a client has nothing."""
+    return [array("I") for _ in range(count)]
+
+
 def has_begun(progress: Progress) -> bool:
     """Whether a client has got anything of the sequences."""
     return any(ids is None or ids for ids in progress)
@@ -346,12 +351,14 @@ def submit_again(
     timeout_s: float | None,
     on_start: Callable[[], None],
     asked: Asked | None = None,
+    lender: tuple[str, int] | None = None,
 ) -> EngineStream | ContinuedStream:
     """Submit a request to an engine that goes on where another one was. Raises Unavailable unless it is ready.
 
     submit    the request as the first engine got it
     age_s     since then
     asked     see EngineChannel.submit
+    lender    another engine that has so many of a begun request's tokens cached; None: none is known
     on_start  called when it starts to be computed. For a request that has begun that was before: called at once
     """
     again = engine_pb2.Submit()
@@ -362,7 +369,7 @@ def submit_again(
         again.timeout_s = timeout_s
     if has_begun(progress):
         on_start()
-        return ContinuedStream(engine, again, progress)
+        return ContinuedStream(engine, again, progress, lender)
     return engine.submit(again, on_start, asked)  # all of its sequences share the prompt
 
 
@@ -384,9 +391,18 @@ class ContinuedStream:
     """Sequences that have begun elsewhere, on an engine that continues them; with an EngineStream's interface.
 
     One that needs no more ends at once.
+
+    lender  another engine, and how many tokens it has cached
     """
 
-    def __init__(self, engine: EngineChannel, submit: engine_pb2.Submit, progress: Progress) -> None:
+    def __init__(
+        self,
+        engine: EngineChannel,
+        submit: engine_pb2.Submit,
+        progress: Progress,
+        lender: tuple[str, int] | None = None,
+    ) -> None:
+        asked = Asked((), None, num_cached=lender[1] if lender is not None else 0, lender=lender)
         self.inboxes = [SequenceInbox() for _ in progress]
         self._wake = Wake()
         self._streams: dict[int, EngineStream] = {}
@@ -395,7 +411,7 @@ class ContinuedStream:
                 self.inboxes[index].ended = engine_pb2.Ended(reason=engine_pb2.END_REASON_ABORTED)
                 self._wake.set()
                 continue
-            self._streams[index] = stream = engine.submit(continuing(submit, index, ids))
+            self._streams[index] = stream = engine.submit(continuing(submit, index, ids), asked=asked)
             stream.wake = self._wake
             self.inboxes[index] = stream.inboxes[0]
 

@@ -115,7 +115,7 @@ OF_ENGINES = (
     _engine_gauge("step_sequences", "Sequences in the last step."),
     _engine_gauge("step_tokens", "Tokens that the last step computed."),
     _engine_counter("preempted_tokens", "Computed tokens that preempted sequences gave up."),
-    _engine_counter("recomputed_tokens", "Preempted tokens that were computed again."),
+    _engine_counter("recomputed_tokens", "Tokens computed again: preempted ones, and those that other engines had."),
     _engine_counter("host_cached_tokens", "Prompt tokens that host memory held; prefix_cache_hits counts them, too."),
     _engine_gauge("stored_blocks", "Blocks in the file of --kv-store."),
     _engine_counter("stored_read_tokens", "Prompt tokens that were read from the file of --kv-store."),

@@ -68,11 +68,37 @@ def test_a_prompt_that_another_engine_has_cached_is_fetched_and_not_computed(loo
     there = small(lookahead=lookahead)
     served(there, 0)
     here = pair(there, lookahead=lookahead)
-    assert served(here, 0, lender=THERE).account.cached_tokens == 32
+    account = served(here, 0, lender=THERE).account
+    assert (account.cached_tokens, account.pulled_tokens, account.recomputed_tokens) == (32, 32, 0)
     load = here.scheduler.host.load()
     assert (load.fetched_tokens, load.unfetched_blocks, lent(there)) == (32, 0, 32)
-    assert served(here, 0).account.cached_tokens == 32, "it is cached here now"
+    account = served(here, 0).account
+    assert (account.cached_tokens, account.pulled_tokens) == (32, 0), "it is cached here now"
     check_released(there)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_a_sequence_goes_on_at_another_engine_with_the_blocks_of_its_output(lookahead: int, is_lent: bool) -> None:
+    there = small(lookahead=lookahead)
+    first = there.add(prompt(LONG, 0), max_tokens=30)
+    while first.output_len < 12:
+        there.step()
+    output = first.tokens[LONG:]
+    here = pair(there, lookahead=lookahead)
+    lender = Lender("there", first.num_tokens) if is_lent else None
+    second = here.add(prompt(LONG, 0), max_tokens=30, output=output, **({"lender": lender} if lender else {}))
+    here.run()
+    check(here, second)
+    there.abort(first.id)
+    there.run()
+    check_released(there)
+    num_known = LONG + len(output) - 1  # all but the last token were computed there
+    pulled = num_known // 4 * 4 if is_lent else 0
+    account = second.account
+    assert account.pulled_tokens >= pulled - 4, "a block whose last token is in flight is not cached yet"
+    assert account.pulled_tokens <= pulled
+    assert account.recomputed_tokens == num_known - account.pulled_tokens
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

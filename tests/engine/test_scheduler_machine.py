@@ -341,6 +341,20 @@ class Lending(HostCache):
             self.seqs.append(self.engine.add([which, *range(40)], max_tokens=2, lender=lender))
             self.steps(count=count)
 
+    @rule(stays=st.booleans(), count=st.integers(0, 12))
+    def take_over(self, stays, count):
+        """A sequence of the other engine goes on here as it is there, and may end there."""
+        lasting = [seq for seq in self.other_seqs if seq.state is not State.FINISHED and seq.num_tokens < seq.max_len]
+        if not lasting or lasting[-1].request.readout is not None:
+            return
+        seq = lasting[-1]
+        prompt, output = seq.tokens[: seq.request.prompt_len], seq.tokens[seq.request.prompt_len :]
+        lender = Lender(self.names[0], seq.num_tokens)
+        self.seqs.append(self.engine.add(prompt, seq.params.max_tokens, output=output, lender=lender))
+        if not stays:
+            self.other.abort(seq.id)
+        self.steps(count=count)
+
     @rule(count=st.integers(1, 12))
     def turn_to_the_other(self, count):
         self.engine, self.other = self.other, self.engine

@@ -45,6 +45,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         is_ready=is_ready,
         takes_requests=is_ready,
         is_suspect=False,
+        role="both",
         retry_after_s=None,
         model="m",
         has_been_ready=is_ready or has_been_ready,

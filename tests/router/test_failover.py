@@ -28,6 +28,7 @@ class Engine:
     is_leaving: bool = False
     says_goodbye: bool = False
     is_suspect: bool = False
+    role: str = "both"
     num_sequences: int = 0
     retry_after_s: float | None = None
     name: str = ""

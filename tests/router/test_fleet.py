@@ -26,6 +26,7 @@ class Channel:
 
     num_sequences: int = 0
     is_suspect: bool = False
+    role: str = "both"
     is_ready: bool = True
     is_leaving: bool = False
     sequences: list[int] = field(default_factory=list)
@@ -83,10 +84,10 @@ async def until(is_so: Callable[[], bool]) -> None:
 # -- which one ---------------------------------------------------------------------------------------------------------
 
 
-def picked(*channels: Channel, count: int, avoid: tuple[int, ...] = ()) -> list[int]:
+def picked(*channels: Channel, count: int, avoid: tuple[int, ...] = (), has_begun: bool = False) -> list[int]:
     fleet = fleet_of(*channels)
     away: Any = [channels[place] for place in avoid]
-    return [fleet.pick(away).number for _ in range(count)]
+    return [fleet.pick(away, has_begun=has_begun).number for _ in range(count)]
 
 
 def test_engines_with_as_few_sequences_are_picked_in_turn() -> None:
@@ -295,3 +296,42 @@ async def test_the_addresses_of_a_name_join_and_stay_while_their_engines_answer(
         "cannot look up engines.local: Name or service not known"
     ]
     following.cancel()
+
+
+def roles_picked(*roles: str, has_begun: bool) -> set[int]:
+    """The engines that get requests, by their place among engines with these roles."""
+    return set(picked(*(Channel(role=role) for role in roles), count=12, has_begun=has_begun))
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompts", "begun"),
+    [
+        (("both", "both"), {0, 1}, {0, 1}),
+        (("prefill", "decode", "both"), {0}, {1}),
+        (("prefill", "both", "prefill", "both"), {0, 2}, {1, 3}),
+        (("both", "decode"), {0}, {1}),
+    ],
+)
+def test_prompts_and_what_follows_them_go_to_engines_for_them(
+    roles: tuple[str, ...], prompts: set[int], begun: set[int]
+) -> None:
+    assert roles_picked(*roles, has_begun=False) == prompts
+    assert roles_picked(*roles, has_begun=True) == begun
+
+
+@pytest.mark.parametrize(
+    ("roles", "missing", "has_begun"),
+    [
+        (("prefill",), "decode", False),
+        (("prefill", "prefill"), "decode", True),
+        (("decode",), "prefill", False),
+    ],
+)
+def test_without_an_engine_for_a_role_the_error_names_it(roles: tuple[str, ...], missing: str, has_begun: bool) -> None:
+    with pytest.raises(Unavailable, match=f"--role {missing}"):
+        roles_picked(*roles, has_begun=has_begun)
+
+
+def test_a_fleet_that_lacks_a_role_refuses_new_requests() -> None:
+    assert fleet_of(Channel(role="prefill")).refusal() is not None
+    assert fleet_of(Channel(role="prefill"), Channel(role="decode")).refusal() is None

@@ -64,6 +64,7 @@ class Timing:
     preempted_s    waiting to run again after a preemption; not part of prefill_s and decode_s
     saved_tokens   preempted tokens that were copied to host memory
     loaded_tokens  preempted tokens that were copied back
+    pulled_tokens  tokens whose keys and values came from another engine
     """
 
     queue_s: float
@@ -77,6 +78,7 @@ class Timing:
     preempted_tokens: int
     saved_tokens: int
     loaded_tokens: int
+    pulled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +222,5 @@ def _timing(timing: inference_pb2.Timing) -> Timing:
         preempted_tokens=timing.preempted_tokens,
         saved_tokens=timing.saved_tokens,
         loaded_tokens=timing.loaded_tokens,
+        pulled_tokens=timing.pulled_tokens,
     )

@@ -10,6 +10,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+
 class AdapterFault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ADAPTER_FAULT_UNSPECIFIED: _ClassVar[AdapterFault]
@@ -29,6 +35,9 @@ class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     END_REASON_REJECTED: _ClassVar[EndReason]
     END_REASON_FAILED: _ClassVar[EndReason]
     END_REASON_OVERLOADED: _ClassVar[EndReason]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
 ADAPTER_FAULT_UNSPECIFIED: AdapterFault
 ADAPTER_FAULT_NOT_FOUND: AdapterFault
 ADAPTER_FAULT_INVALID: AdapterFault
@@ -207,7 +216,7 @@ class Ping(_message.Message):
     def __init__(self, takes_goodbye: bool = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "cached_blocks", "adapter_answer", "adapters", "answers_pings", "follows_cache", "follows_blocks", "block_layout", "adapter_limits")
+    __slots__ = ("epoch", "hello", "step", "cache_flushed", "trace", "pong", "goodbye", "cache_snapshot", "cache_delta", "cached_blocks", "adapter_answer", "adapters", "answers_pings", "follows_cache", "follows_blocks", "block_layout", "adapter_limits", "role")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +234,7 @@ class EngineMessage(_message.Message):
     FOLLOWS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: _control_pb2.EngineInfo
     step: StepOutput
@@ -242,7 +252,8 @@ class EngineMessage(_message.Message):
     follows_blocks: bool
     block_layout: bytes
     adapter_limits: AdapterLimits
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., adapter_answer: _Optional[_Union[AdapterAnswer, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ..., follows_blocks: bool = ..., block_layout: _Optional[bytes] = ..., adapter_limits: _Optional[_Union[AdapterLimits, _Mapping]] = ...) -> None: ...
+    role: Role
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[_control_pb2.EngineInfo, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., cache_flushed: _Optional[_Union[CacheFlushed, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., cache_delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., cached_blocks: _Optional[_Union[CachedBlocks, _Mapping]] = ..., adapter_answer: _Optional[_Union[AdapterAnswer, _Mapping]] = ..., adapters: _Optional[_Union[Adapters, _Mapping]] = ..., answers_pings: bool = ..., follows_cache: bool = ..., follows_blocks: bool = ..., block_layout: _Optional[bytes] = ..., adapter_limits: _Optional[_Union[AdapterLimits, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class AdapterLimits(_message.Message):
     __slots__ = ("max_adapters", "max_loaded", "max_rank")
@@ -395,7 +406,7 @@ class Logprobs(_message.Message):
     def __init__(self, at: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens", "drafted_tokens", "accepted_tokens", "forced_tokens", "matched_grammar", "field", "adapter_s")
+    __slots__ = ("sequence", "reason", "matched", "cached_tokens", "preemptions", "recomputed_tokens", "queue_s", "prefill_s", "decode_s", "detail", "preempted_tokens", "preempted_s", "saved_tokens", "loaded_tokens", "drafted_tokens", "accepted_tokens", "forced_tokens", "matched_grammar", "field", "adapter_s", "pulled_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +427,7 @@ class Ended(_message.Message):
     MATCHED_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_S_FIELD_NUMBER: _ClassVar[int]
+    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     reason: EndReason
     matched: int
@@ -436,7 +448,8 @@ class Ended(_message.Message):
     matched_grammar: bool
     field: str
     adapter_s: float
-    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., matched_grammar: bool = ..., field: _Optional[str] = ..., adapter_s: _Optional[float] = ...) -> None: ...
+    pulled_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., reason: _Optional[_Union[EndReason, str]] = ..., matched: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., detail: _Optional[str] = ..., preempted_tokens: _Optional[int] = ..., preempted_s: _Optional[float] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., matched_grammar: bool = ..., field: _Optional[str] = ..., adapter_s: _Optional[float] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheFlushed(_message.Message):
     __slots__ = ("freed_blocks",)
