@@ -183,6 +183,8 @@ class Driver:
             self._looked.notify_all()
 
     async def _take_in(self, engine: Engine, report: Report) -> None:
+        if report.warning and report.warning != engine.report.warning:
+            log.warning("%s: %s", report.node, report.warning)
         engine.report = report
         engine.address = report.address if report.state in (State.SERVING, State.DRAINING) else ""
         is_over = report.state in (State.EMPTY, State.ENDED)

@@ -48,6 +48,7 @@ class Report:
     exit_code  None: it has not ended
     log        the last lines that it has logged
     version    of the server that is installed there
+    warning    what is wrong with the machine; empty: nothing is
     """
 
     state: State = State.EMPTY
@@ -57,6 +58,7 @@ class Report:
     exit_code: int | None = None
     log: tuple[str, ...] = ()
     version: str = ""
+    warning: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Report:
@@ -69,17 +71,19 @@ class Report:
 class Host:
     """Runs one engine.
 
-    node  names the machine
-    ip    its address, which the engine listens at
+    node     names the machine
+    ip       its address, which the engine listens at
+    warning  what is wrong with it; empty: nothing is
     """
 
-    def __init__(self, node: str, ip: str) -> None:
+    def __init__(self, node: str, ip: str, warning: str = "") -> None:
         self._node = node
         self._ip = ip
         self._process: subprocess.Popen[str] | None = None
         self._folder: Path | None = None
         self._address = ""
         self._is_draining = False
+        self._warning = warning
         self._log: deque[str] = deque(maxlen=LOG_LINES)
 
     def start(self, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
@@ -125,7 +129,7 @@ class Host:
             state = State.SERVING if self._address else State.STARTING
         pid = process.pid if process is not None else 0
         log = list(self._log) if state is not State.SERVING else []
-        report = Report(state, self._address, self._node, pid, exit_code, (), installed_version())
+        report = Report(state, self._address, self._node, pid, exit_code, (), installed_version(), self._warning)
         return asdict(report) | {"state": str(state), "log": log}
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""Hosts as detached actors of Ray, one in a placement group of its own. No other file imports Ray.
+"""Hosts as detached actors of Ray, spread over its nodes. No other file imports Ray.
 
 An actor stays when the driver ends, and Ray starts it again elsewhere when its machine is lost; it is empty then, and
 the driver gives it its engine again. Calls between the driver and an actor do not pass Ray's head (GCS), which only
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +18,7 @@ from typing import Any, TypeVar
 import ray
 from ray.autoscaler import sdk as autoscaler
 from ray.exceptions import RayError
-from ray.util import (
-    get_node_ip_address,
-    get_placement_group,
-    list_named_actors,
-    placement_group,
-    remove_placement_group,
-)
+from ray.util import get_node_ip_address, list_named_actors
 
 from ..runtime import followed
 from ..settings.fleet import LOCAL, FleetConfig
@@ -34,6 +27,8 @@ from .host import Host, Report
 
 ANSWER_S = 2.0  # how long an actor may take to answer before it counts as silent
 HEAD_S = 10.0  # how long Ray's head may take
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after so long without the head, Ray's processes end themselves
+PATIENT_S = 3600.0
 Result = TypeVar("Result")
 
 
@@ -41,7 +36,10 @@ class RayHost(Host):
     """A host that knows the node on which Ray has placed it."""
 
     def __init__(self) -> None:
-        super().__init__(ray.get_runtime_context().get_node_id()[:12], get_node_ip_address())
+        node = ray.get_runtime_context().get_node_id()[:12]
+        patience_s = float(os.environ.get(PATIENCE, "60"))  # as the node itself has it, which has started this process
+        ends = f"it ends itself and its engines when Ray's head is away for {patience_s:.0f} s: set {PATIENCE}"
+        super().__init__(node, get_node_ip_address(), ends if patience_s < PATIENT_S else "")
 
 
 class RayHosts:
@@ -52,8 +50,7 @@ class RayHosts:
 
     def __init__(self, config: FleetConfig) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what runs here is nobody else's business
-        # It warns of what is meant here: a host ends with its placement group.
-        logging.getLogger("ray.actor").setLevel(logging.ERROR)
+        os.environ.setdefault(PATIENCE, "86400")
         options: dict[str, Any] = {"address": config.ray}
         if config.ray == LOCAL:
             options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
@@ -61,7 +58,6 @@ class RayHosts:
             ray.init(namespace=config.namespace, log_to_driver=False, logging_level="warning", **options)
         except (RayError, OSError, RuntimeError, ValueError) as error:
             raise HostsError(f"--ray {config.ray}: {error}") from error
-        self._namespace = config.namespace
         memory = {"memory": config.engine_memory_gb * 1e9} if config.engine_memory_gb else {}
         given = {"CPU": config.engine_cpus, "GPU": config.engine_gpus} | memory
         self._resources = {name: number for name, number in given.items() if number}
@@ -84,8 +80,6 @@ class RayHosts:
             with contextlib.suppress(ValueError):  # placed by an attempt that had no answer in time
                 self._handles[name] = ray.get_actor(name)
                 return
-            bundles = [self._resources or {"CPU": 0.001}]
-            group = placement_group(bundles, strategy="STRICT_PACK", name=self._group(name), lifetime="detached")
             actor = ray.remote(RayHost).options(
                 name=name,
                 lifetime="detached",
@@ -93,7 +87,7 @@ class RayHosts:
                 num_cpus=self._resources.get("CPU", 0),
                 num_gpus=self._resources.get("GPU", 0),
                 memory=self._resources.get("memory"),
-                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0),
+                scheduling_strategy="SPREAD",  # else a node's loss could take all engines while others stand empty
             )
             self._handles[name] = actor.remote()
 
@@ -105,8 +99,6 @@ class RayHosts:
         def remove() -> None:
             with contextlib.suppress(ValueError):  # there is none, because an attempt without an answer removed it
                 ray.kill(self._handle(name), no_restart=True)
-            with contextlib.suppress(ValueError):
-                remove_placement_group(get_placement_group(self._group(name)))
 
         await self._of_head(remove)
         self._handles.pop(name, None)
@@ -136,9 +128,6 @@ class RayHosts:
             return await self._bounded(ask, 2 * ANSWER_S)
         except HostsError:
             return None
-
-    def _group(self, name: str) -> str:
-        return f"{self._namespace}/{name}"
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:

@@ -29,6 +29,8 @@ class Bounds:
         found = cls(int(match[1]), int(match[2] or match[1])) if match else None
         if found is None or not found.least <= found.most <= MAX_ENGINES:
             raise ValueError(f"must be a number of engines or MIN..MAX, at most {MAX_ENGINES}, not {text!r}")
+        if found.most > found.least == 0:
+            raise ValueError(f"must have at least one engine, or exactly 0, not {text}: without one there is no load")
         return found
 
     def __str__(self) -> str:

@@ -290,6 +290,7 @@ async def test_a_wrong_command_is_refused_in_words(tmp_path: Path, hosts: HereHo
             ("scale", "many", "must be a number of engines"),
             ("scale", "4..2", "must be a number of engines"),
             ("scale", "5000", "at most 1024"),
+            ("scale", "0..2", "at least one engine"),
             ("drain", "engine-9", "there is no engine 'engine-9'"),
             ("dance", "", "does not know the command 'dance'"),
         ):
