@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 SERVE  := $(VENV)/.can-serve
 DEV    := $(VENV)/.can-develop
 FUZZ   := $(VENV)/.can-fuzz
+PACK   := $(VENV)/.can-package
 LOG    := $(VENV)/install.log
 STUBS  := clients/python
 IMAGE  := protos/published.binpb
@@ -39,7 +40,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-models test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
+.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-models wheels test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -109,6 +110,13 @@ real-models: $(DEV)       ## fetch a second real model and tokenizers, half a gi
 test-models: $(DEV)      ## test two real models against transformers; `make real-models` fetches them
 	@$(PYTEST) -m "$(HERE)" tests/end_to_end/test_real_models.py tests/end_to_end/test_guided_real_models.py \
 		tests/checkpoints/test_real_tokenizers.py $(ARGS)
+
+wheels: $(PACK)           ## build both wheels, kernels compiled, into build/wheels: installing them needs no compiler
+	@rm -rf build/wheels
+	@$(BIN)/python -m build --no-isolation --outdir build/wheels clients/python >$(LOG) 2>&1 || { tail -30 $(LOG); exit 1; }
+	@$(BIN)/python -m build --no-isolation --outdir build/wheels/local . >$(LOG) 2>&1 || { tail -30 $(LOG); exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir build/wheels build/wheels/local/*.whl
+	@mv build/wheels/local/*.tar.gz build/wheels && rm -r build/wheels/local && ls build/wheels
 
 test-wheels: $(DEV)       ## install both wheels beside Hugging Face's `kernels`, and call the installed server
 	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)
@@ -197,6 +205,10 @@ $(SERVE): pyproject.toml clients/python/pyproject.toml setup.py $(wildcard kerne
 $(DEV): $(SERVE)
 	@echo "Installing what tests, lint and benchmarks need, once:"
 	$(call install,'pagoda-server[engine$(comma)tracing$(comma)certs$(comma)kv-events$(comma)bench$(comma)dev]')
+	@touch $@
+
+$(PACK): $(DEV)
+	@$(BIN)/python -m pip install --quiet --group wheels
 	@touch $@
 
 $(FUZZ): $(DEV)

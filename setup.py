@@ -35,6 +35,8 @@ class BuildKernels(build_ext):
             return [name for names in objects for name in names]
 
         self.compiler.compile = compile_at_once
+        for stale in Path(__file__).parent.glob("kernels/_native.*"):
+            stale.unlink()  # compiled from older sources, perhaps under a name that Python prefers
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
@@ -42,8 +44,6 @@ class BuildKernels(build_ext):
         try:
             super().build_extension(ext)
         except Exception:  # the caller ignores it, since the extension is optional
-            for stale in Path(__file__).parent.glob("kernels/_native.*"):
-                stale.unlink()  # compiled from older sources
             print(
                 f"pagoda: the CPU kernels did not compile with {self._program()}: they need {COMPILERS}."
                 " Pagoda uses plain torch instead, which is several times as slow.",
@@ -64,4 +64,5 @@ class BuildKernels(build_ext):
         return GCC_OPTIMIZATION.split() if "Free Software Foundation" in version else ["-O3"]
 
 
-setup(cmdclass={"build_ext": BuildKernels})
+# The compiled module keeps to the stable ABI of Python 3.11 (kernels/native/module.cpp): one wheel fits all later ones.
+setup(cmdclass={"build_ext": BuildKernels}, options={"bdist_wheel": {"py_limited_api": "cp311"}})

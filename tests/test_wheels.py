@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +17,11 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).parent.parent
 KERNELS = "kernels==0.17.2"  # Hugging Face's
+KERNELS_FILE = "pagoda_server/kernels/_native.abi3.so"  # ours
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 # The kernels are compiled once, which takes minutes where the cores are shared.
@@ -51,20 +55,27 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheels(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each distribution's wheel, built from its sdist, which was built from the checkout."""
-    out, built = tmp_path_factory.mktemp("dist"), {}
-    for name, project in (("client", checkout / "clients" / "python"), ("server", checkout)):
-        with tarfile.open(build("build_sdist", project, out)) as sdist:
+def wheels(checkout: Path) -> dict[str, Path]:
+    """Each distribution's wheel, as `make wheels` builds it from the checkout with this environment."""
+    installed = [f"--old-file={sys.prefix}/{mark}" for mark in (".can-serve", ".can-develop")]
+    command = ["make", "wheels", f"VENV={sys.prefix}", *installed]
+    result = subprocess.run(
+        command, cwd=checkout, env=ENVIRONMENT | {"MAKEFLAGS": ""}, capture_output=True, text=True, check=False
+    )
+    if "No matching distribution" in result.stderr:
+        pytest.skip(f"no package index in reach: {result.stderr.splitlines()[-1]}")
+    assert result.returncode == 0, f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    out = checkout / "build" / "wheels"
+    for path in out.glob("*.tar.gz"):
+        with tarfile.open(path) as sdist:
             assert all(member.isfile() or member.isdir() for member in sdist), "an sdist holds files, no links"
-            unpacked = out / sdist.getnames()[0].partition("/")[0]
-            sdist.extractall(out, filter="data")
-        built[name] = build("build_wheel", unpacked, out)
-    return built
+    (client,), (server,) = out.glob("pagoda_client-*.whl"), out.glob("pagoda_server-*.whl")
+    return {"client": client, "server": server}
 
 
 def contents(wheel: Path) -> set[str]:
-    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = (each.filename for each in zipfile.ZipFile(wheel).infolist() if not each.is_dir())
+    return {name for name in files if ".dist-info/" not in name}
 
 
 def metadata(wheel: Path) -> dict[str, list[str]]:
@@ -81,10 +92,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(path: Path, *packages: str | Path) -> Path:
-    """The interpreter of a fresh environment with these packages; skips the test if no index is in reach."""
+    """The interpreter of a fresh environment with these packages; skips the test if no index is in reach.
+
+    Nothing is compiled.
+    """
     venv.create(path, with_pip=True, symlinks=True)
     python = path / "bin" / "python"
-    command = [str(python), "-m", "pip", "install", "--retries=1", "--disable-pip-version-check", *map(str, packages)]
+    command = [str(python), "-m", "pip", "install", "--retries=1", "--disable-pip-version-check"]
+    command += ["--only-binary=:all:", *map(str, packages)]
     result = subprocess.run(command, cwd=path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     if "No matching distribution" in result.stderr:
         pytest.skip(f"no package index in reach: {result.stderr.splitlines()[-1]}")
@@ -160,9 +175,22 @@ def test_a_wheel_without_a_compiler_lacks_only_the_compiled_module(
     wheels: dict[str, Path], checkout: Path, tmp_path: Path
 ) -> None:
     plain = build("build_wheel", checkout, tmp_path, CC="false", CXX="false")
-    compiled = f"pagoda_server/kernels/_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    assert contents(wheels["server"]) - contents(plain) == {compiled}
+    assert contents(wheels["server"]) - contents(plain) == {KERNELS_FILE}
     assert contents(plain) <= contents(wheels["server"])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="glibc's symbols have other versions there")
+def test_the_kernels_fit_every_later_python_and_every_system_that_torch_runs_on(wheels: dict[str, Path]) -> None:
+    _, _, _, tags = parse_wheel_filename(wheels["server"].name)
+    assert {(tag.interpreter, tag.abi) for tag in tags} == {("cp311", "abi3")}
+    versions = [re.fullmatch(r"manylinux_2_(\d+)_x86_64", tag.platform) for tag in tags]
+    assert min(int(version[1]) for version in versions if version) <= 28, "torch's wheels have manylinux_2_28"
+
+
+def test_the_kernels_have_every_instruction_set_of_the_architecture(wheels: dict[str, Path]) -> None:
+    sets = {"x86_64": ("amx", "avx512", "avxvnni", "avx2"), "aarch64": ("neon-i8mm", "neon")}[platform.machine()]
+    compiled = zipfile.ZipFile(wheels["server"]).read(KERNELS_FILE)
+    assert [name for name in (*sets, "generic") if f"{name}\0".encode() not in compiled] == []
 
 
 def test_the_server_lives_beside_kernels_and_transformers(server_python: Path, folder: Path) -> None:

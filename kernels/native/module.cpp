@@ -1,6 +1,8 @@
 // The Python module `pagoda_server.kernels._native`: ops on addresses. The Python functions that call them, each in the file
 // of its op, check shapes and dtypes.
 
+// One binary for every CPython from 3.11 on (PEP 384); setup.py names the wheel after it.
+#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -568,7 +570,7 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
     std::vector<const Ops*> usable = usable_ops();
     PyObject* names = PyList_New(static_cast<Py_ssize_t>(usable.size()));
     for (size_t i = 0; names && i < usable.size(); i++)
-        PyList_SET_ITEM(names, static_cast<Py_ssize_t>(i), PyUnicode_FromString(usable[i]->name));
+        PyList_SetItem(names, static_cast<Py_ssize_t>(i), PyUnicode_FromString(usable[i]->name));
     return names;
 }
 

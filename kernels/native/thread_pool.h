@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "older_symbols.h"
+
 namespace pagoda {
 
 // Parts are handed out one by one, so that a thread that loses its core to another process delays at most one part. Between
