@@ -25,6 +25,17 @@ type AdminClient interface {
 	// Forgets every cached prefix that no running sequence uses, in all engines. UNAVAILABLE while none is ready.
 	// Needs the right `admin`.
 	FlushCache(ctx context.Context, in *FlushCacheRequest, opts ...grpc.CallOption) (*FlushCacheResponse, error)
+	// Has every engine of a model load a LoRA adapter, and answers when all of them hold it: requests may then name it.
+	// If one cannot load it, none keeps it, and the status and the message are that engine's: INVALID_ARGUMENT for files
+	// that are broken, do not fit the model or use what is not supported; NOT_FOUND if nothing is at the path;
+	// RESOURCE_EXHAUSTED if an engine holds --max-loaded-adapters, or while 16 such calls wait. An engine that joins later
+	// loads it before it gets requests that name it. ALREADY_EXISTS if the name is taken. Needs the right `admin`.
+	LoadLora(ctx context.Context, in *LoadLoraRequest, opts ...grpc.CallOption) (*LoadLoraResponse, error)
+	// Unloads an adapter from every engine. Requests that name it are NOT_FOUND from now on; those that run finish with
+	// it. Needs the right `admin`.
+	UnloadLora(ctx context.Context, in *UnloadLoraRequest, opts ...grpc.CallOption) (*UnloadLoraResponse, error)
+	// The adapters that requests may name, and those of --lora that are not loaded. Needs the right `admin`.
+	ListLoras(ctx context.Context, in *ListLorasRequest, opts ...grpc.CallOption) (*ListLorasResponse, error)
 }
 
 type adminClient struct {
@@ -62,6 +73,33 @@ func (c *adminClient) FlushCache(ctx context.Context, in *FlushCacheRequest, opt
 	return out, nil
 }
 
+func (c *adminClient) LoadLora(ctx context.Context, in *LoadLoraRequest, opts ...grpc.CallOption) (*LoadLoraResponse, error) {
+	out := new(LoadLoraResponse)
+	err := c.cc.Invoke(ctx, "/pagoda.v1.Admin/LoadLora", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) UnloadLora(ctx context.Context, in *UnloadLoraRequest, opts ...grpc.CallOption) (*UnloadLoraResponse, error) {
+	out := new(UnloadLoraResponse)
+	err := c.cc.Invoke(ctx, "/pagoda.v1.Admin/UnloadLora", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *adminClient) ListLoras(ctx context.Context, in *ListLorasRequest, opts ...grpc.CallOption) (*ListLorasResponse, error) {
+	out := new(ListLorasResponse)
+	err := c.cc.Invoke(ctx, "/pagoda.v1.Admin/ListLoras", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // AdminServer is the server API for Admin service.
 // All implementations must embed UnimplementedAdminServer
 // for forward compatibility
@@ -74,6 +112,17 @@ type AdminServer interface {
 	// Forgets every cached prefix that no running sequence uses, in all engines. UNAVAILABLE while none is ready.
 	// Needs the right `admin`.
 	FlushCache(context.Context, *FlushCacheRequest) (*FlushCacheResponse, error)
+	// Has every engine of a model load a LoRA adapter, and answers when all of them hold it: requests may then name it.
+	// If one cannot load it, none keeps it, and the status and the message are that engine's: INVALID_ARGUMENT for files
+	// that are broken, do not fit the model or use what is not supported; NOT_FOUND if nothing is at the path;
+	// RESOURCE_EXHAUSTED if an engine holds --max-loaded-adapters, or while 16 such calls wait. An engine that joins later
+	// loads it before it gets requests that name it. ALREADY_EXISTS if the name is taken. Needs the right `admin`.
+	LoadLora(context.Context, *LoadLoraRequest) (*LoadLoraResponse, error)
+	// Unloads an adapter from every engine. Requests that name it are NOT_FOUND from now on; those that run finish with
+	// it. Needs the right `admin`.
+	UnloadLora(context.Context, *UnloadLoraRequest) (*UnloadLoraResponse, error)
+	// The adapters that requests may name, and those of --lora that are not loaded. Needs the right `admin`.
+	ListLoras(context.Context, *ListLorasRequest) (*ListLorasResponse, error)
 	mustEmbedUnimplementedAdminServer()
 }
 
@@ -89,6 +138,15 @@ func (UnimplementedAdminServer) Drain(context.Context, *DrainRequest) (*DrainRes
 }
 func (UnimplementedAdminServer) FlushCache(context.Context, *FlushCacheRequest) (*FlushCacheResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method FlushCache not implemented")
+}
+func (UnimplementedAdminServer) LoadLora(context.Context, *LoadLoraRequest) (*LoadLoraResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method LoadLora not implemented")
+}
+func (UnimplementedAdminServer) UnloadLora(context.Context, *UnloadLoraRequest) (*UnloadLoraResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method UnloadLora not implemented")
+}
+func (UnimplementedAdminServer) ListLoras(context.Context, *ListLorasRequest) (*ListLorasResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method ListLoras not implemented")
 }
 func (UnimplementedAdminServer) mustEmbedUnimplementedAdminServer() {}
 
@@ -157,6 +215,60 @@ func _Admin_FlushCache_Handler(srv interface{}, ctx context.Context, dec func(in
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Admin_LoadLora_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LoadLoraRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).LoadLora(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/pagoda.v1.Admin/LoadLora",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).LoadLora(ctx, req.(*LoadLoraRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_UnloadLora_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(UnloadLoraRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).UnloadLora(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/pagoda.v1.Admin/UnloadLora",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).UnloadLora(ctx, req.(*UnloadLoraRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Admin_ListLoras_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListLorasRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AdminServer).ListLoras(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/pagoda.v1.Admin/ListLoras",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AdminServer).ListLoras(ctx, req.(*ListLorasRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 var _Admin_serviceDesc = grpc.ServiceDesc{
 	ServiceName: "pagoda.v1.Admin",
 	HandlerType: (*AdminServer)(nil),
@@ -172,6 +284,18 @@ var _Admin_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "FlushCache",
 			Handler:    _Admin_FlushCache_Handler,
+		},
+		{
+			MethodName: "LoadLora",
+			Handler:    _Admin_LoadLora_Handler,
+		},
+		{
+			MethodName: "UnloadLora",
+			Handler:    _Admin_UnloadLora_Handler,
+		},
+		{
+			MethodName: "ListLoras",
+			Handler:    _Admin_ListLoras_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

@@ -30,7 +30,10 @@ type InferenceClient interface {
 	//	is malformed, missing, sent twice, or has too many fields (Limits.max_fields)
 	//
 	// UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
-	// NOT_FOUND           `model` is no model that is served here; the message names those that are
+	// NOT_FOUND           `model` is no model that is served here, and the message names those that are; or `lora_name`
+	//
+	//	is no adapter of it
+	//
 	// ALREADY_EXISTS      the tenant has a live request with this `request_id`
 	// RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
 	//
@@ -213,7 +216,10 @@ type InferenceServer interface {
 	//	is malformed, missing, sent twice, or has too many fields (Limits.max_fields)
 	//
 	// UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
-	// NOT_FOUND           `model` is no model that is served here; the message names those that are
+	// NOT_FOUND           `model` is no model that is served here, and the message names those that are; or `lora_name`
+	//
+	//	is no adapter of it
+	//
 	// ALREADY_EXISTS      the tenant has a live request with this `request_id`
 	// RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
 	//

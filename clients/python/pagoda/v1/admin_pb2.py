@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pagoda.v1 import control_pb2 as pagoda_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagoda/v1/admin.proto\x12\tpagoda.v1\"B\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"*\n\x12\x46lushCacheResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r2\xca\x01\n\x05\x41\x64min\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponse\x12:\n\x05\x44rain\x12\x17.pagoda.v1.DrainRequest\x1a\x18.pagoda.v1.DrainResponse\x12I\n\nFlushCache\x12\x1c.pagoda.v1.FlushCacheRequest\x1a\x1d.pagoda.v1.FlushCacheResponseB?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pagoda/v1/admin.proto\x12\tpagoda.v1\x1a\x17pagoda/v1/control.proto\"B\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_tenant\"\x0f\n\rAbortResponse\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x13\n\x11\x46lushCacheRequest\"*\n\x12\x46lushCacheResponse\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r\"g\n\x0fLoadLoraRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07replace\x18\x04 \x01(\x08\x12\x0e\n\x06pinned\x18\x05 \x01(\x08\";\n\x10LoadLoraResponse\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.pagoda.v1.LoraAdapter\"&\n\x11UnloadLoraRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\"\x14\n\x12UnloadLoraResponse\"\x12\n\x10ListLorasRequest\"=\n\x11ListLorasResponse\x12(\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x16.pagoda.v1.LoraAdapter2\xa2\x03\n\x05\x41\x64min\x12:\n\x05\x41\x62ort\x12\x17.pagoda.v1.AbortRequest\x1a\x18.pagoda.v1.AbortResponse\x12:\n\x05\x44rain\x12\x17.pagoda.v1.DrainRequest\x1a\x18.pagoda.v1.DrainResponse\x12I\n\nFlushCache\x12\x1c.pagoda.v1.FlushCacheRequest\x1a\x1d.pagoda.v1.FlushCacheResponse\x12\x43\n\x08LoadLora\x12\x1a.pagoda.v1.LoadLoraRequest\x1a\x1b.pagoda.v1.LoadLoraResponse\x12I\n\nUnloadLora\x12\x1c.pagoda.v1.UnloadLoraRequest\x1a\x1d.pagoda.v1.UnloadLoraResponse\x12\x46\n\tListLoras\x12\x1b.pagoda.v1.ListLorasRequest\x1a\x1c.pagoda.v1.ListLorasResponseB?\n\tpagoda.v1P\x01Z$pagoda/clients/go/pagoda/v1;pagodav1\xaa\x02\tPagoda.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,18 +33,30 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagoda.v1.admin_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\tpagoda.v1P\001Z$pagoda/clients/go/pagoda/v1;pagodav1\252\002\tPagoda.V1'
-  _globals['_ABORTREQUEST']._serialized_start=36
-  _globals['_ABORTREQUEST']._serialized_end=102
-  _globals['_ABORTRESPONSE']._serialized_start=104
-  _globals['_ABORTRESPONSE']._serialized_end=119
-  _globals['_DRAINREQUEST']._serialized_start=121
-  _globals['_DRAINREQUEST']._serialized_end=135
-  _globals['_DRAINRESPONSE']._serialized_start=137
-  _globals['_DRAINRESPONSE']._serialized_end=152
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=154
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=173
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=175
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=217
-  _globals['_ADMIN']._serialized_start=220
-  _globals['_ADMIN']._serialized_end=422
+  _globals['_ABORTREQUEST']._serialized_start=61
+  _globals['_ABORTREQUEST']._serialized_end=127
+  _globals['_ABORTRESPONSE']._serialized_start=129
+  _globals['_ABORTRESPONSE']._serialized_end=144
+  _globals['_DRAINREQUEST']._serialized_start=146
+  _globals['_DRAINREQUEST']._serialized_end=160
+  _globals['_DRAINRESPONSE']._serialized_start=162
+  _globals['_DRAINRESPONSE']._serialized_end=177
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=179
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=198
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=200
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=242
+  _globals['_LOADLORAREQUEST']._serialized_start=244
+  _globals['_LOADLORAREQUEST']._serialized_end=347
+  _globals['_LOADLORARESPONSE']._serialized_start=349
+  _globals['_LOADLORARESPONSE']._serialized_end=408
+  _globals['_UNLOADLORAREQUEST']._serialized_start=410
+  _globals['_UNLOADLORAREQUEST']._serialized_end=448
+  _globals['_UNLOADLORARESPONSE']._serialized_start=450
+  _globals['_UNLOADLORARESPONSE']._serialized_end=470
+  _globals['_LISTLORASREQUEST']._serialized_start=472
+  _globals['_LISTLORASREQUEST']._serialized_end=490
+  _globals['_LISTLORASRESPONSE']._serialized_start=492
+  _globals['_LISTLORASRESPONSE']._serialized_end=553
+  _globals['_ADMIN']._serialized_start=556
+  _globals['_ADMIN']._serialized_end=974
 # @@protoc_insertion_point(module_scope)

@@ -51,6 +51,21 @@ class AdminStub(object):
                 request_serializer=pagoda_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=pagoda_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/pagoda.v1.Admin/LoadLora',
+                request_serializer=pagoda_dot_v1_dot_admin__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_admin__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/pagoda.v1.Admin/UnloadLora',
+                request_serializer=pagoda_dot_v1_dot_admin__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_admin__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
+        self.ListLoras = channel.unary_unary(
+                '/pagoda.v1.Admin/ListLoras',
+                request_serializer=pagoda_dot_v1_dot_admin__pb2.ListLorasRequest.SerializeToString,
+                response_deserializer=pagoda_dot_v1_dot_admin__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -81,6 +96,32 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Has every engine of a model load a LoRA adapter, and answers when all of them hold it: requests may then name it.
+        If one cannot load it, none keeps it, and the status and the message are that engine's: INVALID_ARGUMENT for files
+        that are broken, do not fit the model or use what is not supported; NOT_FOUND if nothing is at the path;
+        RESOURCE_EXHAUSTED if an engine holds --max-loaded-adapters, or while 16 such calls wait. An engine that joins later
+        loads it before it gets requests that name it. ALREADY_EXISTS if the name is taken. Needs the right `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Unloads an adapter from every engine. Requests that name it are NOT_FOUND from now on; those that run finish with
+        it. Needs the right `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLoras(self, request, context):
+        """The adapters that requests may name, and those of --lora that are not loaded. Needs the right `admin`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +139,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=pagoda_dot_v1_dot_admin__pb2.FlushCacheRequest.FromString,
                     response_serializer=pagoda_dot_v1_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=pagoda_dot_v1_dot_admin__pb2.LoadLoraRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_admin__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=pagoda_dot_v1_dot_admin__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_admin__pb2.UnloadLoraResponse.SerializeToString,
+            ),
+            'ListLoras': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoras,
+                    request_deserializer=pagoda_dot_v1_dot_admin__pb2.ListLorasRequest.FromString,
+                    response_serializer=pagoda_dot_v1_dot_admin__pb2.ListLorasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -183,6 +239,87 @@ class Admin(object):
             '/pagoda.v1.Admin/FlushCache',
             pagoda_dot_v1_dot_admin__pb2.FlushCacheRequest.SerializeToString,
             pagoda_dot_v1_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagoda.v1.Admin/LoadLora',
+            pagoda_dot_v1_dot_admin__pb2.LoadLoraRequest.SerializeToString,
+            pagoda_dot_v1_dot_admin__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagoda.v1.Admin/UnloadLora',
+            pagoda_dot_v1_dot_admin__pb2.UnloadLoraRequest.SerializeToString,
+            pagoda_dot_v1_dot_admin__pb2.UnloadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagoda.v1.Admin/ListLoras',
+            pagoda_dot_v1_dot_admin__pb2.ListLorasRequest.SerializeToString,
+            pagoda_dot_v1_dot_admin__pb2.ListLorasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -211,7 +211,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "eos_token_ids", "capabilities", "template_kwargs", "recommended_sampling", "tool_format", "reasoning_format", "hidden_size", "ready")
+    __slots__ = ("name", "architecture", "vocab_size", "max_model_len", "eos_token_ids", "capabilities", "template_kwargs", "recommended_sampling", "tool_format", "reasoning_format", "hidden_size", "ready", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class ModelInfo(_message.Message):
     REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -236,7 +237,30 @@ class ModelInfo(_message.Message):
     reasoning_format: str
     hidden_size: int
     ready: bool
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., template_kwargs: _Optional[_Iterable[str]] = ..., recommended_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., hidden_size: _Optional[int] = ..., ready: bool = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[LoraAdapter]
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., capabilities: _Optional[_Iterable[_Union[Capability, str]]] = ..., template_kwargs: _Optional[_Iterable[str]] = ..., recommended_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., hidden_size: _Optional[int] = ..., ready: bool = ..., adapters: _Optional[_Iterable[_Union[LoraAdapter, _Mapping]]] = ...) -> None: ...
+
+class LoraAdapter(_message.Message):
+    __slots__ = ("name", "model", "identity", "rank", "num_bytes", "pinned", "engines", "ready", "fault")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    identity: str
+    rank: int
+    num_bytes: int
+    pinned: bool
+    engines: _containers.RepeatedScalarFieldContainer[str]
+    ready: bool
+    fault: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., identity: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., pinned: bool = ..., engines: _Optional[_Iterable[str]] = ..., ready: bool = ..., fault: _Optional[str] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

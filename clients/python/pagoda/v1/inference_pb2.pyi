@@ -321,7 +321,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "decode_s", "preempted_s", "time_to_first_token_s", "total_s", "preemptions", "preempted_tokens", "recomputed_tokens", "saved_tokens", "loaded_tokens", "pulled_tokens")
+    __slots__ = ("queue_s", "prefill_s", "decode_s", "preempted_s", "time_to_first_token_s", "total_s", "preemptions", "preempted_tokens", "recomputed_tokens", "saved_tokens", "loaded_tokens", "pulled_tokens", "adapter_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +334,7 @@ class Timing(_message.Message):
     SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     decode_s: float
@@ -346,7 +347,8 @@ class Timing(_message.Message):
     saved_tokens: int
     loaded_tokens: int
     pulled_tokens: int
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
+    adapter_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., time_to_first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., preempted_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., saved_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., adapter_s: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "prompt", "message", "chat", "add_special_tokens")
@@ -385,7 +387,7 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("request_id", "model", "inputs", "pooling", "normalize", "dimensions", "priority", "cache")
+    __slots__ = ("request_id", "model", "inputs", "pooling", "normalize", "dimensions", "priority", "cache", "lora_name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +396,7 @@ class EmbedRequest(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
@@ -402,7 +405,8 @@ class EmbedRequest(_message.Message):
     dimensions: int
     priority: int
     cache: Cache
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+    lora_name: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., lora_name: _Optional[str] = ...) -> None: ...
 
 class EmbedInput(_message.Message):
     __slots__ = ("text", "token_ids")
@@ -429,7 +433,7 @@ class Embedding(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt", "message", "chat", "token_ids", "continuations", "token_bytes", "priority", "cache")
+    __slots__ = ("request_id", "model", "prompt", "message", "chat", "token_ids", "continuations", "token_bytes", "priority", "cache", "lora_name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +444,7 @@ class ScoreRequest(_message.Message):
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt: str
@@ -450,7 +455,8 @@ class ScoreRequest(_message.Message):
     token_bytes: bool
     priority: int
     cache: Cache
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., message: _Optional[str] = ..., chat: _Optional[_Union[_chat_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., token_bytes: bool = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ...) -> None: ...
+    lora_name: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt: _Optional[str] = ..., message: _Optional[str] = ..., chat: _Optional[_Union[_chat_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., token_bytes: bool = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., lora_name: _Optional[str] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("text", "token_ids")

@@ -81,7 +81,8 @@ class InferenceServicer(object):
         INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it. The field `request` is the message itself: it
         is malformed, missing, sent twice, or has too many fields (Limits.max_fields)
         UNIMPLEMENTED       the server does not support a field that is set; google.rpc.BadRequest names it
-        NOT_FOUND           `model` is no model that is served here; the message names those that are
+        NOT_FOUND           `model` is no model that is served here, and the message names those that are; or `lora_name`
+        is no adapter of it
         ALREADY_EXISTS      the tenant has a live request with this `request_id`
         RESOURCE_EXHAUSTED  google.rpc.ErrorInfo says why, by its reason. QUEUE_FULL: no room for this tenant's request.
         EVICTED: the request waited and gave way to a tenant that holds less, before any message; only

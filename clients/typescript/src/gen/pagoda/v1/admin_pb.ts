@@ -6,13 +6,15 @@
 
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { LoraAdapter } from "./control_pb.js";
+import { file_pagoda_v1_control } from "./control_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file pagoda/v1/admin.proto.
  */
 export const file_pagoda_v1_admin: GenFile = /*@__PURE__*/
-  fileDesc("ChVwYWdvZGEvdjEvYWRtaW4ucHJvdG8SCXBhZ29kYS52MSJCCgxBYm9ydFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRITCgZ0ZW5hbnQYAiABKAlIAIgBAUIJCgdfdGVuYW50Ig8KDUFib3J0UmVzcG9uc2UiDgoMRHJhaW5SZXF1ZXN0Ig8KDURyYWluUmVzcG9uc2UiEwoRRmx1c2hDYWNoZVJlcXVlc3QiKgoSRmx1c2hDYWNoZVJlc3BvbnNlEhQKDGZyZWVkX2Jsb2NrcxgBIAEoDTLKAQoFQWRtaW4SOgoFQWJvcnQSFy5wYWdvZGEudjEuQWJvcnRSZXF1ZXN0GhgucGFnb2RhLnYxLkFib3J0UmVzcG9uc2USOgoFRHJhaW4SFy5wYWdvZGEudjEuRHJhaW5SZXF1ZXN0GhgucGFnb2RhLnYxLkRyYWluUmVzcG9uc2USSQoKRmx1c2hDYWNoZRIcLnBhZ29kYS52MS5GbHVzaENhY2hlUmVxdWVzdBodLnBhZ29kYS52MS5GbHVzaENhY2hlUmVzcG9uc2VCPwoJcGFnb2RhLnYxUAFaJHBhZ29kYS9jbGllbnRzL2dvL3BhZ29kYS92MTtwYWdvZGF2MaoCCVBhZ29kYS5WMWIGcHJvdG8z");
+  fileDesc("ChVwYWdvZGEvdjEvYWRtaW4ucHJvdG8SCXBhZ29kYS52MSJCCgxBYm9ydFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRITCgZ0ZW5hbnQYAiABKAlIAIgBAUIJCgdfdGVuYW50Ig8KDUFib3J0UmVzcG9uc2UiDgoMRHJhaW5SZXF1ZXN0Ig8KDURyYWluUmVzcG9uc2UiEwoRRmx1c2hDYWNoZVJlcXVlc3QiKgoSRmx1c2hDYWNoZVJlc3BvbnNlEhQKDGZyZWVkX2Jsb2NrcxgBIAEoDSJnCg9Mb2FkTG9yYVJlcXVlc3QSEQoJbG9yYV9uYW1lGAEgASgJEhEKCWxvcmFfcGF0aBgCIAEoCRINCgVtb2RlbBgDIAEoCRIPCgdyZXBsYWNlGAQgASgIEg4KBnBpbm5lZBgFIAEoCCI7ChBMb2FkTG9yYVJlc3BvbnNlEicKB2FkYXB0ZXIYASABKAsyFi5wYWdvZGEudjEuTG9yYUFkYXB0ZXIiJgoRVW5sb2FkTG9yYVJlcXVlc3QSEQoJbG9yYV9uYW1lGAEgASgJIhQKElVubG9hZExvcmFSZXNwb25zZSISChBMaXN0TG9yYXNSZXF1ZXN0Ij0KEUxpc3RMb3Jhc1Jlc3BvbnNlEigKCGFkYXB0ZXJzGAEgAygLMhYucGFnb2RhLnYxLkxvcmFBZGFwdGVyMqIDCgVBZG1pbhI6CgVBYm9ydBIXLnBhZ29kYS52MS5BYm9ydFJlcXVlc3QaGC5wYWdvZGEudjEuQWJvcnRSZXNwb25zZRI6CgVEcmFpbhIXLnBhZ29kYS52MS5EcmFpblJlcXVlc3QaGC5wYWdvZGEudjEuRHJhaW5SZXNwb25zZRJJCgpGbHVzaENhY2hlEhwucGFnb2RhLnYxLkZsdXNoQ2FjaGVSZXF1ZXN0Gh0ucGFnb2RhLnYxLkZsdXNoQ2FjaGVSZXNwb25zZRJDCghMb2FkTG9yYRIaLnBhZ29kYS52MS5Mb2FkTG9yYVJlcXVlc3QaGy5wYWdvZGEudjEuTG9hZExvcmFSZXNwb25zZRJJCgpVbmxvYWRMb3JhEhwucGFnb2RhLnYxLlVubG9hZExvcmFSZXF1ZXN0Gh0ucGFnb2RhLnYxLlVubG9hZExvcmFSZXNwb25zZRJGCglMaXN0TG9yYXMSGy5wYWdvZGEudjEuTGlzdExvcmFzUmVxdWVzdBocLnBhZ29kYS52MS5MaXN0TG9yYXNSZXNwb25zZUI/CglwYWdvZGEudjFQAVokcGFnb2RhL2NsaWVudHMvZ28vcGFnb2RhL3YxO3BhZ29kYXYxqgIJUGFnb2RhLlYxYgZwcm90bzM", [file_pagoda_v1_control]);
 
 /**
  * @generated from message pagoda.v1.AbortRequest
@@ -110,6 +112,131 @@ export const FlushCacheResponseSchema: GenMessage<FlushCacheResponse> = /*@__PUR
   messageDesc(file_pagoda_v1_admin, 5);
 
 /**
+ * @generated from message pagoda.v1.LoadLoraRequest
+ */
+export type LoadLoraRequest = Message<"pagoda.v1.LoadLoraRequest"> & {
+  /**
+   * How requests will name it: 1 to 128 characters that can be printed, and no name of a served model.
+   *
+   * @generated from field: string lora_name = 1;
+   */
+  loraName: string;
+
+  /**
+   * A folder of PEFT, or a GGUF file, in the server's folder --lora-dir: a path in it, or an absolute one that leads into
+   * it. Router and engines find it at the same place.
+   *
+   * @generated from field: string lora_path = 2;
+   */
+  loraPath: string;
+
+  /**
+   * The model that it adapts; empty means the first of Control.ListModels.
+   *
+   * @generated from field: string model = 3;
+   */
+  model: string;
+
+  /**
+   * Take the place of an adapter of this name. Requests that run finish with the former one.
+   *
+   * @generated from field: bool replace = 4;
+   */
+  replace: boolean;
+
+  /**
+   * Keep it on the device, however long nobody names it, once it is there.
+   *
+   * @generated from field: bool pinned = 5;
+   */
+  pinned: boolean;
+};
+
+/**
+ * Describes the message pagoda.v1.LoadLoraRequest.
+ * Use `create(LoadLoraRequestSchema)` to create a new message.
+ */
+export const LoadLoraRequestSchema: GenMessage<LoadLoraRequest> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_admin, 6);
+
+/**
+ * @generated from message pagoda.v1.LoadLoraResponse
+ */
+export type LoadLoraResponse = Message<"pagoda.v1.LoadLoraResponse"> & {
+  /**
+   * @generated from field: pagoda.v1.LoraAdapter adapter = 1;
+   */
+  adapter?: LoraAdapter | undefined;
+};
+
+/**
+ * Describes the message pagoda.v1.LoadLoraResponse.
+ * Use `create(LoadLoraResponseSchema)` to create a new message.
+ */
+export const LoadLoraResponseSchema: GenMessage<LoadLoraResponse> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_admin, 7);
+
+/**
+ * @generated from message pagoda.v1.UnloadLoraRequest
+ */
+export type UnloadLoraRequest = Message<"pagoda.v1.UnloadLoraRequest"> & {
+  /**
+   * @generated from field: string lora_name = 1;
+   */
+  loraName: string;
+};
+
+/**
+ * Describes the message pagoda.v1.UnloadLoraRequest.
+ * Use `create(UnloadLoraRequestSchema)` to create a new message.
+ */
+export const UnloadLoraRequestSchema: GenMessage<UnloadLoraRequest> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_admin, 8);
+
+/**
+ * @generated from message pagoda.v1.UnloadLoraResponse
+ */
+export type UnloadLoraResponse = Message<"pagoda.v1.UnloadLoraResponse"> & {
+};
+
+/**
+ * Describes the message pagoda.v1.UnloadLoraResponse.
+ * Use `create(UnloadLoraResponseSchema)` to create a new message.
+ */
+export const UnloadLoraResponseSchema: GenMessage<UnloadLoraResponse> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_admin, 9);
+
+/**
+ * @generated from message pagoda.v1.ListLorasRequest
+ */
+export type ListLorasRequest = Message<"pagoda.v1.ListLorasRequest"> & {
+};
+
+/**
+ * Describes the message pagoda.v1.ListLorasRequest.
+ * Use `create(ListLorasRequestSchema)` to create a new message.
+ */
+export const ListLorasRequestSchema: GenMessage<ListLorasRequest> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_admin, 10);
+
+/**
+ * @generated from message pagoda.v1.ListLorasResponse
+ */
+export type ListLorasResponse = Message<"pagoda.v1.ListLorasResponse"> & {
+  /**
+   * @generated from field: repeated pagoda.v1.LoraAdapter adapters = 1;
+   */
+  adapters: LoraAdapter[];
+};
+
+/**
+ * Describes the message pagoda.v1.ListLorasResponse.
+ * Use `create(ListLorasResponseSchema)` to create a new message.
+ */
+export const ListLorasResponseSchema: GenMessage<ListLorasResponse> = /*@__PURE__*/
+  messageDesc(file_pagoda_v1_admin, 11);
+
+/**
  * Where tokens name tenants, a call without the right that it needs ends PERMISSION_DENIED; google.rpc.ErrorInfo names
  * the right.
  *
@@ -147,6 +274,41 @@ export const Admin: GenService<{
     methodKind: "unary";
     input: typeof FlushCacheRequestSchema;
     output: typeof FlushCacheResponseSchema;
+  },
+  /**
+   * Has every engine of a model load a LoRA adapter, and answers when all of them hold it: requests may then name it.
+   * If one cannot load it, none keeps it, and the status and the message are that engine's: INVALID_ARGUMENT for files
+   * that are broken, do not fit the model or use what is not supported; NOT_FOUND if nothing is at the path;
+   * RESOURCE_EXHAUSTED if an engine holds --max-loaded-adapters, or while 16 such calls wait. An engine that joins later
+   * loads it before it gets requests that name it. ALREADY_EXISTS if the name is taken. Needs the right `admin`.
+   *
+   * @generated from rpc pagoda.v1.Admin.LoadLora
+   */
+  loadLora: {
+    methodKind: "unary";
+    input: typeof LoadLoraRequestSchema;
+    output: typeof LoadLoraResponseSchema;
+  },
+  /**
+   * Unloads an adapter from every engine. Requests that name it are NOT_FOUND from now on; those that run finish with
+   * it. Needs the right `admin`.
+   *
+   * @generated from rpc pagoda.v1.Admin.UnloadLora
+   */
+  unloadLora: {
+    methodKind: "unary";
+    input: typeof UnloadLoraRequestSchema;
+    output: typeof UnloadLoraResponseSchema;
+  },
+  /**
+   * The adapters that requests may name, and those of --lora that are not loaded. Needs the right `admin`.
+   *
+   * @generated from rpc pagoda.v1.Admin.ListLoras
+   */
+  listLoras: {
+    methodKind: "unary";
+    input: typeof ListLorasRequestSchema;
+    output: typeof ListLorasResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_pagoda_v1_admin, 0);
