@@ -87,6 +87,12 @@ class AlreadyExists(PagodaError):
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
+class FailedPrecondition(PagodaError):
+    """The request is in order, and something else has to change before it can succeed."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
 class Aborted(PagodaError):
     """Another call has taken over, or has ended this one."""
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from ..channel.address import check_address, check_distinct, is_local, is_unix, named_address
 from .engine import CommonSettings, EngineSettings
+from .request import MAX_ADAPTER_NAME
 from .setting import (
     EXPOSURE,
     LIMITS,
@@ -93,6 +94,19 @@ def named_models(models: str | None) -> list[tuple[str, str]]:
     return [(name, model) for name, _, model in (each.partition("=") for each in entries)]
 
 
+def named_loras(loras: str | None) -> list[tuple[str, str]]:
+    """The adapters of --lora: their names, with absolute paths."""
+    return [(name, os.path.abspath(path)) for name, _, path in (each.partition("=") for each in names_in(loras))]
+
+
+def _check_loras(loras: str) -> None:
+    found = [each.partition("=") for each in names_in(loras)]
+    if not all(0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable() and path for name, _, path in found):
+        raise ValueError(f"must be NAME=PATH, separated by commas, not {loras!r}")
+    if len({name for name, _, _ in found}) < len(found):
+        raise ValueError(f"has a name twice: {loras!r}")
+
+
 def _check_models(models: str) -> None:
     parts = [part for each in names_in(models) for part in each.split("=", 1)]
     if not (models.isprintable() and all(parts)):
@@ -126,6 +140,18 @@ class RouterSettings(CommonSettings):
         "More models that engines of --engine have, separated by commas: each as for --model, with the name that "
         "clients call it by before it if it is not its own: NAME=MODEL. Requests that name no model get --model.",
         check=_check_models, is_private=True,
+    )  # fmt: skip
+    lora: str | None = setting(
+        None,
+        "LoRA adapters of --model, separated by commas: NAME=PATH. The path is a folder of PEFT or a GGUF file, which "
+        "every engine must find there. A request names one as its model.",
+        check=_check_loras, is_private=True,
+    )  # fmt: skip
+    lora_dir: str | None = setting(
+        None,
+        "Folder from which LoRA adapters can be loaded while the server runs, by the right admin. Every engine must "
+        "find it at the same path.",
+        is_private=True,
     )  # fmt: skip
     tool_format: ToolFormatName = setting(
         "auto",

@@ -11,7 +11,7 @@ import grpc
 from pagoda.v1 import control_pb2, inference_pb2
 
 from ... import installed_version
-from ..errors import InvalidArgument, ResourceExhausted, to_status
+from ..errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable, to_status
 from ..request.admission import Admission
 from ..request.client_call import Context
 from ..request.fields import Limits
@@ -97,9 +97,12 @@ class GrpcInferenceService:
         return kserve.ServerReadyResponse(ready=self._is_ready)
 
     async def _model_ready(self, request: kserve.ModelReadyRequest, context: Context) -> kserve.ModelReadyResponse:
-        called = [model for model in self._inference.models if model.is_called(request.name)]
-        has_engine = any(model.engines.ready for model in called) and request.version in ("", VERSION)
-        return kserve.ModelReadyResponse(ready=has_engine and self._is_ready)
+        try:
+            self._inference.models.named(request.name).check_ready()
+        except (NotFound, Unavailable):
+            return kserve.ModelReadyResponse(ready=False)
+        is_known = bool(request.name) and request.version in ("", VERSION)
+        return kserve.ModelReadyResponse(ready=is_known and self._is_ready)
 
     async def _metadata(self, request: kserve.ServerMetadataRequest, context: Context) -> kserve.ServerMetadataResponse:
         return kserve.ServerMetadataResponse(name="pagoda", version=installed_version())

@@ -24,6 +24,7 @@ from .checking import Checks
 from .choosing import Asked
 from .group import Identity, may_continue
 from .handshake import NotTrusted
+from .held_adapters import HeldAdapters
 from .questions import Questions
 from .refusals import PROVEN_S, InvalidMessage, Standing, WrongEngine
 from .sequences import Sequences
@@ -69,6 +70,7 @@ class EngineChannel:
     trust           what guards the channel at HOST:PORT; None: nothing
     cached_bits     what all engines have cached; None: nothing is compared with this one
     block_events    takes the blocks that the engine has cached, once it is asked for them; None: nobody asks
+    on_adapters     called when the engine reports which adapters it holds
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class EngineChannel:
         trust: ChannelTrust | None = None,
         cached_bits: CachedBits | None = None,
         block_events: BlockEvents | None = None,
+        on_adapters: Callable[[EngineChannel], None] = lambda channel: None,
     ) -> None:
         self.address = address
         self.name = name or address
@@ -116,6 +119,8 @@ class EngineChannel:
         self._wants_cache = False
         self._offers_blocks = False  # the same of its blocks
         self._block_events = block_events or BlockEvents()
+        self.held = HeldAdapters()
+        self._on_adapters = on_adapters
         self.max_num_seqs = 0
         self.block_layout = b""  # see EngineMessage
         self.role: Role = "both"  # what it is for
@@ -222,7 +227,7 @@ class EngineChannel:
         )
         if asked is not None and self.cached is not None:
             self.cached.expect(asked.keys())
-        submit.first_sequence = stream.first_sequence
+        submit.first_sequence, stream.adapter = stream.first_sequence, submit.adapter
         submit.ClearField("lender")  # of another engine that had the request before
         if asked is not None and asked.lender is not None and self.block_layout:
             submit.lender.address, submit.lender.num_tokens = asked.lender
@@ -357,6 +362,8 @@ class EngineChannel:
                         self._ask()
                         self._ask_for_cache()
                         self.tell_blocks()
+                        if self.held.greet(message):
+                            self._post(engine_pb2.RouterMessage(follow_adapters=engine_pb2.FollowAdapters()))
                         if not self._answers_pings:
                             await self._become_ready(hello)
                     case "goodbye":
@@ -372,6 +379,11 @@ class EngineChannel:
                             self._ask_for_cache()
                     case "cached_blocks" if hello is not None:
                         self._block_events.take(self.number, self.model, message.cached_blocks)
+                    case "adapter_answer":
+                        self.questions.adapter_answered(message.adapter_answer)
+                    case "adapters":
+                        self.held.report(message.adapters)
+                        self._on_adapters(self)
                     case "trace":
                         self.questions.traced(message.trace)
         finally:
@@ -455,6 +467,7 @@ class EngineChannel:
             self.cached.close()
             self.cached = None
         self._block_events.lose(self.number)
+        self.held.lose()
         self.sequences.lose(lambda: EngineLost(info, has_left=self.says_goodbye))
         self.says_goodbye = False
         self.questions.lose()

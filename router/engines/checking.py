@@ -11,6 +11,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 
 from ...settings.request import MAX_LOGPROBS, TENANT_NAME
+from .held_adapters import check_adapter, check_adapters, check_limits
 from .refusals import InvalidMessage
 
 MAX_TEXT, MAX_DETAIL = 1024, 1 << 16  # letters of a field, and of what ends a sequence
@@ -32,7 +33,7 @@ _TEXTS = (
     "tokenizer_sha256",
     "weights_fingerprint",
 )
-_TIMES = ("queue_s", "prefill_s", "decode_s", "preempted_s")
+_TIMES = ("queue_s", "prefill_s", "decode_s", "preempted_s", "adapter_s")
 _SEQUENCES = ("waiting", "running", "step_sequences")
 _doubles = [each.name for each in control_pb2.EngineLoad.DESCRIPTOR.fields if each.type == each.TYPE_DOUBLE]
 
@@ -64,6 +65,8 @@ class Checks:
         self._traces: dict[int, int] = {}  # number → bytes that have come
         self._pings = self._flushes = 0  # that are not answered
         self._follows_blocks = False
+        self._adapter_limits: engine_pb2.AdapterLimits | None = None
+        self._adapters: set[int] = set()  # numbers of loads and unloads that are not answered
         self._idle: tuple[float, int] = (-math.inf, 0)  # when the counting began, messages since
 
     @property
@@ -85,6 +88,10 @@ class Checks:
                 self._traces[message.take_trace.number] = 0
             case "follow_blocks":
                 self._follows_blocks = True
+            case "load_adapter":
+                self._adapters.add(message.load_adapter.number)
+            case "unload_adapter":
+                self._adapters.add(message.unload_adapter.number)
 
     def _submits(self, submit: engine_pb2.Submit) -> None:
         prompt_len = len(submit.prompt) if submit.HasField("readout") else 0
@@ -108,6 +115,9 @@ class Checks:
             _check(self._hello is None, "second hello")
             _check_hello(message.hello)
             _check(len(message.block_layout) <= MAX_LAYOUT, "block_layout")
+            if message.HasField("adapter_limits"):
+                check_limits(message.adapter_limits)
+                self._adapter_limits = message.adapter_limits
             self._hello = message.hello
         _check(self._hello is not None, "message before its hello")
         assert self._hello is not None, "it has been checked"
@@ -125,6 +135,13 @@ class Checks:
                 self._check_trace(message.trace)
             case "cached_blocks":
                 self._check_blocks(message.cached_blocks, self._hello)
+            case "adapter_answer":
+                self._check_answer(message.adapter_answer)
+            case "adapters":
+                self._count_idle()
+                _check(self._adapter_limits is not None, "adapters: nobody asked for them")
+                assert self._adapter_limits is not None
+                check_adapters(message.adapters, self._adapter_limits)
             case "hello":
                 pass
             case _:  # unknown here: an engine of a later version may send it unasked
@@ -187,6 +204,17 @@ class Checks:
         _check(self._traces[trace.number] <= MAX_TRACE_BYTES, "trace: too long")
         if trace.is_last:
             del self._traces[trace.number]
+
+    def _check_answer(self, answer: engine_pb2.AdapterAnswer) -> None:
+        _check(answer.number in self._adapters, "adapter_answer: nobody asked for it, or it has come")
+        self._adapters.discard(answer.number)
+        match answer.WhichOneof("result"):
+            case "adapter":
+                check_adapter(answer.adapter)
+            case "error":
+                _check(len(answer.error.detail) <= MAX_DETAIL, "adapter_answer.error.detail: length")
+            case _:
+                _check(False, "adapter_answer: neither adapter nor error")
 
     def _check_blocks(self, blocks: engine_pb2.CachedBlocks, hello: control_pb2.EngineInfo) -> None:
         _check(self._follows_blocks, "cached_blocks: nobody asked for them")

@@ -74,6 +74,7 @@ class Asked:
 
     prompt      its tokens
     salt        of its prefixes; None: it uses no prefix cache
+    adapter     the identity of the one that it is computed with; empty: none
     ttft_s      its target for the time to the first token; None: it has none
     num_cached  tokens of its prompt that the chosen engine has cached, as far as is known
     lender      another engine that has more of them cached, from which the chosen one can fetch blocks, and how many
@@ -82,6 +83,7 @@ class Asked:
     prompt: Sequence[int]
     salt: str | None = ""
     ttft_s: float | None = None
+    adapter: bytes = b""
     num_cached: int = 0
     lender: tuple[str, int] | None = None
     _keys: list[int] | None = None
@@ -95,6 +97,7 @@ class Asked:
             submit.prompt[:] if prompt is None else prompt,
             None if submit.cache.bypass else submit.cache.salt,
             submit.slo.ttft_s if submit.slo.HasField("ttft_s") else None,
+            submit.adapter,
         )
 
     def keys(self) -> list[int]:
@@ -107,7 +110,7 @@ class Asked:
         """Return the stride keys of its first tokens."""
         if self.salt is None:
             return []
-        return stride_keys(first_key(chain_root(self.salt)), self.prompt[:num_tokens])
+        return stride_keys(first_key(chain_root(self.salt, self.adapter)), self.prompt[:num_tokens])
 
 
 class Chooser(ABC):

@@ -115,6 +115,10 @@ class Engines(ABC):
         candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
         return candidates[0] if len(candidates) == 1 else self.chooser.choose(candidates, asked)
 
+    def holding(self, adapter: bytes) -> Engines:
+        """Those that hold an adapter of this identity; empty: all of them."""
+        return EnginesHolding(self, adapter) if adapter else self
+
     def follow_caches(self) -> None:
         """Have the engines report what their prefix caches hold, if that decides which one gets a request."""
         if self.chooser.follows_caches and len(channels := self.channels) > 1:
@@ -232,3 +236,22 @@ class EnginesOf(Engines):
     @property
     def channels(self) -> list[EngineChannel]:
         return [channel for channel in self._fleet.channels if channel.model == self._model]
+
+
+class EnginesHolding(Engines):
+    """The engines among others that hold an adapter of one identity now."""
+
+    _absence = "no engine that is ready holds the adapter"
+
+    def __init__(self, engines: Engines, identity: bytes) -> None:
+        super().__init__(engines.chooser)
+        self._engines = engines
+        self._identity = identity
+
+    @property
+    def channels(self) -> list[EngineChannel]:
+        return [channel for channel in self._engines.channels if channel.held.holds(self._identity)]
+
+    @property
+    def retry_after_s(self) -> float | None:
+        return self._engines.retry_after_s

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import trace_pb2
 
-from ..errors import Unavailable
+from ..errors import FailedPrecondition, InvalidArgument, NotFound, PagodaError, ResourceExhausted, Unavailable
+from .held_adapters import Adapter
 
 
 class Questions:
-    """Flushes of the prefix cache, and step traces.
+    """Flushes of the prefix cache, step traces, and adapters to load and unload.
 
     post  sends a message. Raises Unavailable unless the engine is ready
     """
@@ -24,6 +25,8 @@ class Questions:
         self._tracing = asyncio.Lock()  # one at a time: a trace may take megabytes
         self._next_trace = itertools.count()
         self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
+        self._next_adapter = itertools.count()
+        self._adapters: dict[int, asyncio.Future[Adapter]] = {}
 
     async def flush_cache(self) -> int:
         """Empty the prefix cache; returns the blocks that it freed. Raises Unavailable unless the engine is ready."""
@@ -57,11 +60,61 @@ class Questions:
         if parts := self._traces.get(trace.number):
             parts.put_nowait(trace)
 
+    async def load_adapter(self, name: str, path: str, *, is_pinned: bool = False, identity: bytes = b"") -> Adapter:
+        """Have the engine hold an adapter under this name; return it.
+
+        identity  the only one that it may have; empty: any
+
+        Raises Unavailable if the engine is lost or not ready, and what `fault_of` returns.
+        """
+        number = next(self._next_adapter)
+        load = engine_pb2.LoadAdapter(number=number, name=name, path=path, is_pinned=is_pinned, identity=identity)
+        return await self._ask_for_adapter(number, engine_pb2.RouterMessage(load_adapter=load))
+
+    async def unload_adapter(self, name: str) -> Adapter:
+        """Have the engine forget an adapter; return what it has held. Raises what `load_adapter` does."""
+        number = next(self._next_adapter)
+        unload = engine_pb2.UnloadAdapter(number=number, name=name)
+        return await self._ask_for_adapter(number, engine_pb2.RouterMessage(unload_adapter=unload))
+
+    async def _ask_for_adapter(self, number: int, message: engine_pb2.RouterMessage) -> Adapter:
+        self._post(message)
+        reply: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
+        self._adapters[number] = reply
+        return await reply
+
+    def adapter_answered(self, answer: engine_pb2.AdapterAnswer) -> None:
+        reply = self._adapters.pop(answer.number, None)
+        if reply is None or reply.done():
+            return
+        if answer.HasField("adapter"):
+            reply.set_result(Adapter.of(answer.adapter))
+        else:
+            reply.set_exception(fault_of(answer.error))
+
     def lose(self) -> None:
         """Fail every question: the engine is lost."""
         for flush in self._flushes:
             if not flush.done():
                 flush.set_exception(Unavailable("the engine was lost"))
         self._flushes.clear()
+        for reply in self._adapters.values():
+            if not reply.done():
+                reply.set_exception(Unavailable("the engine was lost"))
+        self._adapters.clear()
         for parts in self._traces.values():
             parts.put_nowait(None)
+
+
+def fault_of(error: engine_pb2.AdapterError) -> PagodaError:
+    """The error of a call that an engine's answer ends."""
+    detail = "".join(letter if letter.isprintable() else " " for letter in error.detail)  # logs show it, too
+    match error.fault:
+        case engine_pb2.ADAPTER_FAULT_NOT_FOUND:
+            return NotFound(f"lora_path: {detail}")
+        case engine_pb2.ADAPTER_FAULT_INVALID:
+            return InvalidArgument("lora_path", detail)
+        case engine_pb2.ADAPTER_FAULT_FULL:
+            return ResourceExhausted(detail, reason="ADAPTERS_FULL")
+        case _:
+            return FailedPrecondition(detail)

@@ -67,6 +67,12 @@ class Sequences:
             self.load.prefill_tokens_per_s,
         )
 
+    def adapters(self) -> tuple[set[bytes], set[bytes]]:
+        """Return the identities of adapters that sequences run with, and that they wait for their first token with."""
+        streams = {stream for stream, _ in self._routes.values() if stream.adapter}
+        running = {stream.adapter for stream in streams if stream.has_begun}
+        return running, {stream.adapter for stream in streams if not stream.has_begun}
+
     def known(self, numbers: list[int]) -> list[int]:
         """Return those of these sequences that have not ended."""
         return [number for number in numbers if number in self._routes]

@@ -82,6 +82,7 @@ class EngineStream:
         self.error: PagodaError | None = None
         self.wake = Wake()
         self.has_begun = False  # a token has arrived
+        self.adapter = b""  # the identity of the one that it is computed with; empty: none
         self.is_due = False  # its reader is to be woken
         self.live = set(range(count))  # sequences that have not ended
         self.on_start = on_start

@@ -28,6 +28,7 @@ _STATUS = {
     grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error", None),
     grpc.StatusCode.NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
     grpc.StatusCode.ALREADY_EXISTS: (409, "conflict_error", "already_exists"),
+    grpc.StatusCode.FAILED_PRECONDITION: (409, "conflict_error", "failed_precondition"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
     grpc.StatusCode.ABORTED: (503, "server_error", "aborted"),
     grpc.StatusCode.UNAVAILABLE: (503, "server_error", "unavailable"),

@@ -32,6 +32,9 @@ HEALTH = "/grpc.health."
 _NEEDED = {  # rights, by method; Abort and what Control shows depend on the request
     "/pagoda.v1.Admin/Drain": Right.ADMIN,
     "/pagoda.v1.Admin/FlushCache": Right.ADMIN,
+    "/pagoda.v1.Admin/LoadLora": Right.ADMIN,
+    "/pagoda.v1.Admin/UnloadLora": Right.ADMIN,
+    "/pagoda.v1.Admin/ListLoras": Right.ADMIN,
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Right.ADMIN,  # it shows all tenants' prompts
 }
 

@@ -17,6 +17,7 @@ from ..engines.fleet import Fleet
 from ..errors import InvalidArgument
 from ..request.admission import Admission, LiveRequests
 from ..request.client_call import Context
+from ..request.loras import Loras, adapters_of
 from ..request.models import ServedModel, ServedModels
 from ..request.sampling import recommended_sampling
 from ..request.wire import MAX_FIELDS
@@ -174,7 +175,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 class AdminServicer(admin_pb2_grpc.AdminServicer):
     """The Admin service."""
 
-    def __init__(self, *, fleet: Fleet, live: LiveRequests, state: ServingState) -> None:
+    def __init__(self, *, fleet: Fleet, live: LiveRequests, state: ServingState, loras: Loras) -> None:
+        self.loras = loras
         self._fleet = fleet
         self._live = live
         self._state = state
@@ -192,6 +194,16 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._fleet.pick()
         freed = [await channel.questions.flush_cache() for channel in self._fleet.ready]
         return admin_pb2.FlushCacheResponse(freed_blocks=sum(freed))
+
+    async def LoadLora(self, request: admin_pb2.LoadLoraRequest, context: Context) -> admin_pb2.LoadLoraResponse:
+        return admin_pb2.LoadLoraResponse(adapter=await self.loras.load(request))
+
+    async def UnloadLora(self, request: admin_pb2.UnloadLoraRequest, context: Context) -> admin_pb2.UnloadLoraResponse:
+        await self.loras.unload(request.lora_name)
+        return admin_pb2.UnloadLoraResponse()
+
+    async def ListLoras(self, request: admin_pb2.ListLorasRequest, context: Context) -> admin_pb2.ListLorasResponse:
+        return admin_pb2.ListLorasResponse(adapters=self.loras.all())
 
     async def start_draining(self) -> None:
         await self._state.drain()
@@ -248,6 +260,7 @@ def _described(model: ServedModel) -> control_pb2.ModelInfo:
         recommended_sampling=recommended_sampling(tokenizer.recommended),
         tool_format=model.format.tool_format if model.format else "",
         reasoning_format=model.format.reasoning_format if model.format else "",
+        adapters=adapters_of(model),
     )
 
 

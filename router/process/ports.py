@@ -25,6 +25,7 @@ from ..engines.fleet import Fleet
 from ..engines.stream import Wakeups
 from ..errors import ConfigError
 from ..request.inference import InferenceServicer
+from ..request.loras import Loras
 from ..request.services import Services
 from ..tenants.identity import Identities
 from .call_guard import CallGuard, Refusal
@@ -91,7 +92,8 @@ class Ports:
             max_message_bytes=self._max_bytes,
             settings=config.reported(RouterSettings, served_model_name=self._name, reflection=config.has_reflection),
         )
-        self._admin = AdminServicer(fleet=served.fleet, live=services.live, state=served.state)
+        self._loras = Loras(services.models, Path(config.lora_dir) if config.lora_dir else None)
+        self._admin = AdminServicer(fleet=served.fleet, live=services.live, state=served.state, loras=self._loras)
         self.group = RouterGroup(self._control, self._admin, self.inference, served.tally, socket)
         self._server = self._make_server()
 
@@ -201,7 +203,7 @@ class Ports:
         ]
 
     def _http_routes(self) -> list[BaseRoute]:
-        from ..http import anthropic, health, metrics, openai, page, responses, tokens
+        from ..http import anthropic, health, loras, metrics, openai, page, responses, tokens
         from ..http.live import LiveFeed
         from ..telemetry.metrics import Metrics
 
@@ -218,6 +220,7 @@ class Ports:
                 for api in (openai, responses, anthropic, tokens)
                 for route in api.routes(self.inference, self._max_bytes)
             ),
+            *loras.routes(self.inference, self._loras),
             *page.routes(LiveFeed(served.fleet, self.group.control.current_load), about),
             *metrics.routes(shown.page),
         ]

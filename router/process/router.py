@@ -15,17 +15,19 @@ from pagoda.v1 import control_pb2
 
 from ...settings import ServeConfig
 from ...settings.engine import weights_of_tenants
+from ...settings.router import named_loras
+from ..engines.adapters import Adapters
 from ..engines.assignment import model_of, signatures
 from ..engines.block_events import BlockEvents
 from ..engines.channel import EngineChannel
 from ..engines.choosing import RULES
-from ..engines.fleet import EnginesOf, Fleet, Member
+from ..engines.fleet import Engines, EnginesOf, Fleet, Member
 from ..engines.group import SETTLES_S, EngineGroup
 from ..engines.handshake import channel_trust
 from ..engines.membership import membership
 from ..engines.refusals import WrongEngine
 from ..engines.stream import Wakeups
-from ..errors import ConfigError
+from ..errors import ConfigError, PagodaError
 from ..request.admission import Admission, LiveRequests
 from ..request.failover import Failover
 from ..request.migration import Migrations
@@ -137,12 +139,7 @@ class Router:
             has_one = len(self._folders) == 1
             self._fleet = fleet = Fleet(self._connect, RULES[self._config.choose](), has_one_model=has_one)
             self._models = ServedModels(
-                [
-                    ServedModel.of(
-                        self._config, name, folder, self._tokenizers[name], fleet if has_one else EnginesOf(fleet, name)
-                    )
-                    for name, folder in self._folders.items()
-                ]
+                [self._served(name, fleet if has_one else EnginesOf(fleet, name)) for name in self._folders]
             )
             self._failover = Failover(continues=self._config.failover, wait_s=self._config.failover_wait_s)
             self._migrations = Migrations(is_on=self._config.failover)
@@ -191,6 +188,21 @@ class Router:
         if self._failure is not None:
             raise self._failure
 
+    def _served(self, name: str, engines: Engines) -> ServedModel:
+        declared = dict(named_loras(self._config.lora)) if name == self._name else {}
+        adapters = Adapters(engines, declared, self._on_adapter_fault)
+        return ServedModel.of(self._config, name, self._folders[name], self._tokenizers[name], engines, adapters)
+
+    def _on_adapter_fault(self, name: str, error: PagodaError) -> None:
+        """An adapter of --lora cannot be loaded: no start of the only engine would change that."""
+        if self._config.has_one_engine:
+            self._fail(ConfigError(f"--lora: {name} cannot be loaded: {error.message}"))
+
+    def _on_adapters(self, engine: EngineChannel) -> None:
+        for model in self._models:
+            if model.name == engine.model:
+                model.adapters.follow(engine)
+
     def _connect(self, member: Member, number: int) -> EngineChannel:
         return EngineChannel(
             member.address,
@@ -207,6 +219,7 @@ class Router:
             trust=self._trust,
             cached_bits=self._fleet.chooser.cached,
             block_events=self._block_events,
+            on_adapters=self._on_adapters,
         )
 
     async def _serve(self) -> None:
@@ -253,7 +266,7 @@ class Router:
         return Ports(served, self._socket)
 
     def _adopt_tenants(self, tenants: Tenants) -> None:
-        self._identities.tokens = tenants.tokens
+        self._identities.tokens, self._identities.adapters = tenants.tokens, tenants.adapters
         hosts = self._config.quota_hosts
         self._quotas.replace({tenant: quota.part(hosts) for tenant, quota in tenants.quotas.items()})
 
@@ -295,6 +308,8 @@ class Router:
                 model.adopt([channel.info for channel in model.engines.ready if channel.info])
             self._share(infos)
             self._parent.is_ready()
+            for channel in self._fleet.ready:
+                self._on_adapters(channel)
         await self._state.refresh()
 
     def _share(self, engines: Sequence[control_pb2.EngineInfo]) -> None:

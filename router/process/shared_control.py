@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ..telemetry.metrics import Tally
 
 ASK_TIMEOUT_S = 2.0
+UNLOAD_TIMEOUT_S = 60.0  # it waits for adapters that are being loaded
 _NEW_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 _DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -241,3 +242,19 @@ class SharedAdmin(admin_pb2_grpc.AdminServicer):
 
     async def FlushCache(self, request: admin_pb2.FlushCacheRequest, context: Context) -> admin_pb2.FlushCacheResponse:
         return await self._own.FlushCache(request, context)  # all routers share the engines
+
+    async def LoadLora(self, request: admin_pb2.LoadLoraRequest, context: Context) -> admin_pb2.LoadLoraResponse:
+        return await self._own.LoadLora(request, context)  # the engines report it to all routers
+
+    async def UnloadLora(self, request: admin_pb2.UnloadLoraRequest, context: Context) -> admin_pb2.UnloadLoraResponse:
+        """Unload it on every router: one whose engines could not load it again is known to routers alone."""
+        found = await self._group.ask_admin(lambda stub: stub.UnloadLora(request, timeout=UNLOAD_TIMEOUT_S))
+        try:
+            return await self._own.UnloadLora(request, context)
+        except NotFound:
+            if not found:
+                raise
+            return admin_pb2.UnloadLoraResponse()
+
+    async def ListLoras(self, request: admin_pb2.ListLorasRequest, context: Context) -> admin_pb2.ListLorasResponse:
+        return await self._own.ListLoras(request, context)

@@ -55,7 +55,7 @@ class Conversions:
 
             def checked(raw: bytes) -> tuple[ServedModel, TokenizeParams]:
                 request = parse(raw, services.models.limits)
-                model = services.models.named(request.model)
+                model = services.models.named(request.model).model
                 return model, validate_tokenize(request, model.limits)
 
             model, params = await message.parsed(checked)
@@ -74,7 +74,7 @@ class Conversions:
 
             def ids_of(raw: bytes) -> tuple[ServedModel, Sequence[int], bool]:
                 request = parse(raw, models.limits)
-                model = models.named(request.model)
+                model = models.named(request.model).model
                 return model, validate_detokenize(request, model.limits), request.special_tokens
 
             model, ids, keeps_special_tokens = await message.parsed(ids_of)

@@ -12,7 +12,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
 from ..engines.stream import SequenceInbox, time_in_engine
-from ..errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted
+from ..errors import DeadlineExceeded, Internal, InvalidArgument, ResourceExhausted, Unavailable
 from ..text.tokenizer import Tokenizer
 from .output import (
     ClientWriter,
@@ -278,6 +278,8 @@ def raise_if_failed(ended: engine_pb2.Ended, field: str = "input") -> None:
     match ended.reason:
         case engine_pb2.END_REASON_DEADLINE:
             raise DeadlineExceeded("the deadline passed or can no longer be met")
+        case engine_pb2.END_REASON_REJECTED if ended.field == "adapter":  # a retry learns which
+            raise Unavailable("the adapter was unloaded or replaced before the request began", retry_after_s=0.1)
         case engine_pb2.END_REASON_REJECTED:
             raise InvalidArgument(ended.field or field, ended.detail)
         case engine_pb2.END_REASON_FAILED:

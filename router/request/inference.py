@@ -19,7 +19,7 @@ from ..tenants.caller import caller
 from .client_call import ClientCall, time_left
 from .conversions import Conversions
 from .generate_call import GenerateCall, OutputRoom
-from .models import ServedModel, ServedModels
+from .models import ServedModels, Target
 from .output import ClientWriter
 from .parsing import checked_grammar, parsing_of
 from .placement import Placement
@@ -124,14 +124,15 @@ class InferenceServicer:
         async with self.services.admitted("Generate", route, call) as admitted:
             message, record = admitted.message, admitted.record
 
-            def checked(raw: bytes) -> tuple[ServedModel, GenerateParams]:
+            def checked(raw: bytes) -> tuple[Target, GenerateParams]:
                 request = parse(raw, self.models.limits)
-                model = self.models.named(request.model)
-                return model, validate_generate(request, model.limits, record.metadata)
+                target = self.models.named(request.model, request.lora_name)
+                return target, validate_generate(request, target.model.limits, record.metadata)
 
-            model, params = await message.parsed(checked)
-            admitted.note_model(model)
-            model.check_ready()
+            target, params = await message.parsed(checked)
+            model = target.model
+            admitted.note_target(target)
+            target.check_ready()
             tokenizer, grammars = model.tokenizer, model.grammars
             if params.guided is not None:
                 params = replace(params, guided=await grammars.check(params.guided))
@@ -139,7 +140,7 @@ class InferenceServicer:
             admitted.begin(params.request_id)
             record.is_chat = params.is_chat
             admitted.reservation.grow(params.n * (params.max_tokens or 1))
-            async with self._keeping(admitted, params, model) as kept:
+            async with self._keeping(admitted, params, target) as kept:
                 prompt = await tokenizer.encode_prompt(params.prompt, is_large=message.is_large)
                 record.prompt_len = len(prompt)
                 bad_words = await tokenizer.encode_bad_words(params.bad_words) if params.bad_words else ()
@@ -152,10 +153,11 @@ class InferenceServicer:
                 guided = await checked_grammar(params, model.format, tokenizer, prompt, grammars)
                 eos_token_ids, asker = tokenizer.eos_token_ids, admitted.asker
                 submit = to_submit(params, prompt, max_tokens, eos_token_ids, timeout_s, asker, guided, bad_words)
+                submit.adapter = target.identity  # as late as possible: the name may mean another one by now
                 if kept is not None:
                     kept.submitted(submit)
                 asked = Asked.of(submit, prompt)
-                await self._stream(model, submit, asked, params, admitted, output, admitted.received, kept)
+                await self._stream(target, submit, asked, params, admitted, output, admitted.received, kept)
 
     def _likely_length(self, params: GenerateParams, max_tokens: int) -> int:
         """Tokens to reserve for each sequence of a request, at first."""
@@ -164,14 +166,14 @@ class InferenceServicer:
         return min(max(self.services.admission.output_lengths.likely, params.min_tokens), max_tokens)
 
     def _keeping(
-        self, admitted: AdmittedCall, params: GenerateParams, model: ServedModel
+        self, admitted: AdmittedCall, params: GenerateParams, target: Target
     ) -> contextlib.AbstractAsyncContextManager[KeptStream | None]:
         """Keep a stream that its client may resume. Raises Unimplemented if this server keeps none."""
         if not params.is_resumable:
             return _NOT_KEPT
         if not self._kept.keep_s:
             raise Unimplemented("resumable")
-        return self._kept.add(admitted.asker.tenant, params, admitted.received, model)
+        return self._kept.add(admitted.asker.tenant, params, admitted.received, target)
 
     async def _resume(self, _: object, call: ClientCall) -> None:
         await self._resume_from(call, self.resume_elsewhere)
@@ -204,12 +206,13 @@ class InferenceServicer:
                     if elsewhere and await elsewhere(request, tenant, time_left(call), writer.write):
                         return
                 raise not_kept()
-            admitted.note_model(kept.model)
+            admitted.note_target(kept.target)
             counts = kept.check(request.received)
             admitted.check_draining()
             async with kept:  # no refusal above has ended the call that still writes it
                 submit = kept.submit
                 assert submit is not None, "a stream without it is not kept once its call has ended"
+                kept.target.model.adapters.check_kept(submit.adapter)
                 record.prompt_len, record.is_chat = len(submit.prompt), kept.params.is_chat
                 output = kept.num_unfinished * self._likely_length(kept.params, submit.max_tokens)
                 admitted.reservation.grow(kept.num_unfinished * len(submit.prompt) + output)
@@ -217,12 +220,12 @@ class InferenceServicer:
                 admitted.begin(request.request_id)
                 asked = Asked.of(submit)
                 await self._stream(
-                    kept.model, submit, asked, kept.params, admitted, output, kept.received, kept, counts
+                    kept.target, submit, asked, kept.params, admitted, output, kept.received, kept, counts
                 )
 
     async def _stream(
         self,
-        model: ServedModel,
+        target: Target,
         submit: engine_pb2.Submit,
         asked: Asked,
         params: GenerateParams,
@@ -244,7 +247,8 @@ class InferenceServicer:
             admitted.reservation.starts()
             admitted.spending.used = 0 if counts else len(submit.prompt)  # a stream that is resumed has paid for it
 
-        engines, tokenizer = model.engines, model.tokenizer
+        model = target.model
+        engines, tokenizer = model.engines.holding(submit.adapter), model.tokenizer
         submitted_at = time.monotonic() if kept is None else kept.submitted_at
         is_resumed = kept is not None and has_begun(kept.progress)
         place = Placement(admitted, engines, submit, submitted_at, starts)

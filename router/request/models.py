@@ -13,8 +13,9 @@ from pagoda.v1 import control_pb2, inference_pb2
 from ...checkpoints.folder import read_json_object
 from ...settings import ServeConfig
 from ..answers.formats import AnswerFormat, format_of
+from ..engines.adapters import Adapters
 from ..engines.fleet import Engines
-from ..errors import NotFound, PagodaError, Unavailable
+from ..errors import InvalidArgument, NotFound, PagodaError, Unavailable
 from ..tenants.caller import caller
 from ..text.pooling import pooling_of
 from ..text.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ class ServedModel:
     format        how it writes its answers; None: that is not known
     limits        those of now: an engine that becomes ready reports its own
     engines       that have it
+    adapters      that requests may use it with
     architecture  as the engine that was ready last has reported it; empty: none has been ready
     """
 
@@ -44,10 +46,19 @@ class ServedModel:
     limits: Limits
     grammars: GrammarChecker
     engines: Engines
+    adapters: Adapters
     architecture: str = ""
 
     @classmethod
-    def of(cls, config: ServeConfig, name: str, folder: Path, tokenizer: Tokenizer, engines: Engines) -> ServedModel:
+    def of(
+        cls,
+        config: ServeConfig,
+        name: str,
+        folder: Path,
+        tokenizer: Tokenizer,
+        engines: Engines,
+        adapters: Adapters,
+    ) -> ServedModel:
         """A model with the limits that hold until an engine reports its own."""
         template = tokenizer.chat_template.source if tokenizer.chat_template else None
         format = format_of(template, config.tool_format, config.reasoning_format)
@@ -67,7 +78,7 @@ class ServedModel:
             recommended=recommended,
         )
         grammars = GrammarChecker(tokenizer, lambda: caller().tenant)
-        return cls(name, folder, tokenizer, format, limits, grammars, engines)
+        return cls(name, folder, tokenizer, format, limits, grammars, engines, adapters)
 
     def is_called(self, name: str) -> bool:
         return name == self.name or (bool(name) and name == self.limits.other_name)
@@ -88,6 +99,33 @@ class ServedModel:
     def check_ready(self) -> None:
         """Raise Unavailable if no engine that has the model is ready."""
         if (why := self.engines.refusal()) is not None:
+            raise why
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request is for: a model, alone or with one of its adapters.
+
+    adapter  its name; empty: none
+    """
+
+    model: ServedModel
+    adapter: str = ""
+
+    @property
+    def name(self) -> str:
+        """As the client calls it."""
+        return self.adapter or self.model.name
+
+    @property
+    def identity(self) -> bytes:
+        """That of the adapter, now; empty without one. Raises NotFound, Unavailable."""
+        return self.model.adapters.identity_of(self.adapter) if self.adapter else b""
+
+    def check_ready(self) -> None:
+        """Raise Unavailable if no engine that is ready has the model and holds the adapter, NotFound if none will."""
+        self.model.check_ready()
+        if self.adapter and (why := self.model.engines.holding(self.identity).refusal()) is not None:
             raise why
 
 
@@ -120,13 +158,22 @@ class ServedModels:
             has_chat_template=any(each.has_chat_template for each in known),
         )
 
-    def named(self, name: str) -> ServedModel:
-        """The model that a request means by this name. Raises NotFound, which says how all models are called."""
-        if not name:
-            return self.first
+    def named(self, name: str, lora_name: str = "") -> Target:
+        """What a request means by the name of a model, or of an adapter in its place, and that of an adapter.
+
+        Raises NotFound, which says how all models are called. An adapter that the caller may not name does not exist.
+        InvalidArgument for two different adapters.
+        """
         for model in self._models:
-            if model.is_called(name):
-                return model
+            if not name or model.is_called(name):
+                if lora_name and not _may_name(model, lora_name):
+                    raise NotFound(f"lora_name: the model {model.name} has no adapter of this name")
+                return Target(model, lora_name)
+        for model in self._models:
+            if _may_name(model, name):
+                if lora_name not in ("", name):
+                    raise InvalidArgument("lora_name", "is another adapter than the one that model names")
+                return Target(model, name)
         if len(self._models) == 1:
             raise NotFound(f"model: not served here; the served model is {self.first.name}")
         raise NotFound(f"model: not served here; the served models are {', '.join(each.name for each in self._models)}")
@@ -139,6 +186,10 @@ class ServedModels:
             return None
         delays = [delay for model in self._models if (delay := model.engines.retry_after_s) is not None]
         return Unavailable("no engine of any model is ready", retry_after_s=min(delays, default=None))
+
+
+def _may_name(model: ServedModel, adapter: str) -> bool:
+    return adapter in model.adapters and caller().may_name(adapter)
 
 
 def longest_context(folder: Path) -> int:

@@ -27,7 +27,7 @@ from ..text.tokenizer import Prompt
 from .client_call import ClientCall, time_left
 from .fields import Limits, check_bytes, check_count, check_ids, check_integer
 from .generate_call import raise_if_failed, timing_of
-from .models import ServedModel
+from .models import ServedModel, Target
 from .output import write_bytes, write_logprobs
 from .receiving import Parse, Received, from_protobuf
 from .services import SERVICE, AdmittedCall, Services
@@ -159,14 +159,18 @@ def _text_or_ids(
 # -- the sequences on an engine ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
-    """A request's tokens. Sequence `index` is the shared ones and parts[index]; the engine reads `readout` of each."""
+    """A request's tokens. Sequence `index` is the shared ones and parts[index]; the engine reads `readout` of each.
+
+    adapter  the identity of the one that they are computed with; empty: none
+    """
 
     params: ReadoutParams
     shared: list[int]
     parts: list[list[int]]
     readout: engine_pb2.Readout
+    adapter: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -203,6 +207,7 @@ class _Job:
             tenant=asker.tenant,
             request_id=params.request_id,
             readout=self.readout,
+            adapter=self.adapter,
         )
 
 
@@ -342,14 +347,15 @@ class Readouts:
         async with self._services.admitted(method, route, call) as admitted:
             models, message, reservation = self._services.models, admitted.message, admitted.reservation
 
-            def checked(raw: bytes) -> tuple[ServedModel, EmbedParams | ScoreParams]:
+            def checked(raw: bytes) -> tuple[Target, EmbedParams | ScoreParams]:
                 request = parse(raw, models.limits)
-                model = models.named(request.model)
-                return model, validate(request, model.limits)
+                target = models.named(request.model, request.lora_name)
+                return target, validate(request, target.model.limits)
 
-            model, params = await message.parsed(checked)
-            admitted.note_model(model)
-            model.check_ready()
+            target, params = await message.parsed(checked)
+            model = target.model
+            admitted.note_target(target)
+            target.check_ready()
             admitted.check_draining()
             admitted.begin(params.request_id)
             reservation.grow(len(params.parts))
@@ -359,7 +365,8 @@ class Readouts:
             reservation.grow(job.num_reserved - reservation.tokens)
             admitted.spending.reserve(job.num_tokens)
             answer = ReadoutAnswer(job, admitted.received)
-            outputs = await self._compute(model.engines, job, admitted, answer)
+            job.adapter = target.identity  # as late as possible: the name may mean another one by now
+            outputs = await self._compute(model.engines.holding(job.adapter), job, admitted, answer)
             if isinstance(params, EmbedParams):
                 return await self._embeddings(params, outputs, answer, write)
             return await self._scores(model, params, job, outputs, answer, write)

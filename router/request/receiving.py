@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
@@ -159,7 +160,8 @@ class Messages:
             with turn(True):
                 return work()
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, in_turn)
+        context = copy_context()  # in which the work finds its caller
+        return await asyncio.get_running_loop().run_in_executor(self._thread, context.run, in_turn)
 
 
 class Received:

@@ -52,6 +52,7 @@ class Record:
     is_chat      whether the prompt is a conversation
     trace_id     of the trace that the call belongs to, in hexadecimal digits; "" if it belongs to none
     model        the name of the one that it asks for, where the server has several; else ""
+    adapter      the name of the one that it asks for; else ""
     request_id   "" until the request is read
     prompt_len   tokens; 0 until the prompt is tokenized
     answer       None until the request is submitted
@@ -67,6 +68,7 @@ class Record:
     route: str
     received_s: float = field(default_factory=time.time)
     model: str = ""
+    adapter: str = ""
     request_id: str = ""
     is_chat: bool = False
     trace_id: str = ""

@@ -26,7 +26,7 @@ from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
 from ..engines.stream import EngineStream, SequenceInbox, Wake
 from ..errors import ERROR_DOMAIN, Aborted, InvalidArgument, NotFound, PagodaError, Unavailable
-from .models import ServedModel
+from .models import Target
 from .output import SequenceOutput
 from .validation import GenerateParams
 
@@ -109,7 +109,7 @@ class KeptStream:
 
     Entering ends the call that wrote it before, which raises Aborted. Entering raises NotFound if nothing is kept.
 
-    model          that it asks for
+    target         that it asks for
     submit         the request for the engine; None until its prompt is tokenized
     submitted_at   when it was first submitted
     received       when the router received the first call
@@ -118,11 +118,11 @@ class KeptStream:
     """
 
     def __init__(
-        self, streams: KeptStreams, tenant: str, params: GenerateParams, received: float, model: ServedModel
+        self, streams: KeptStreams, tenant: str, params: GenerateParams, received: float, target: Target
     ) -> None:
         self.key = (tenant, params.request_id)
         self.params = params
-        self.model = model
+        self.target = target
         self.submit: engine_pb2.Submit | None = None
         self.submitted_at = received
         self.received = received
@@ -256,9 +256,9 @@ class KeptStreams:
     def __len__(self) -> int:
         return len(self._live) + len(self._ended)
 
-    def add(self, tenant: str, params: GenerateParams, received: float, model: ServedModel) -> KeptStream:
+    def add(self, tenant: str, params: GenerateParams, received: float, target: Target) -> KeptStream:
         """Keep a new stream. It replaces one of the same id that has ended; the caller knows that none is live."""
-        stream = KeptStream(self, tenant, params, received, model)
+        stream = KeptStream(self, tenant, params, received, target)
         if (former := self._ended.get(stream.key)) is not None:
             self._drop(former)
         self._live[stream.key] = stream

@@ -18,7 +18,7 @@ from .admission import Admission, LiveRequest, LiveRequests, Reservation
 from .client_call import ClientCall, time_left
 from .failover import Failover
 from .migration import Migrations
-from .models import ServedModel, ServedModels
+from .models import ServedModels, Target
 from .receiving import Messages, Received
 from .record import Observers, Record
 
@@ -86,10 +86,11 @@ class AdmittedCall:
     is_live: bool = False
     num_losses: int = 0
 
-    def note_model(self, model: ServedModel) -> None:
-        """Note which model the request asks for."""
+    def note_target(self, target: Target) -> None:
+        """Note which model the request asks for, and which adapter."""
         if len(self.services.models) > 1:
-            self.record.model = model.name
+            self.record.model = target.model.name
+        self.record.adapter = target.adapter
 
     def check_draining(self) -> None:
         """Raise Unavailable if the server drains: that may have begun since the call was admitted."""

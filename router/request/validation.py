@@ -14,7 +14,7 @@ from pagoda.v1 import inference_pb2
 
 from ...settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
 from ..answers.lark import Calls, Tool
-from ..errors import InvalidArgument, Unimplemented
+from ..errors import InvalidArgument
 from ..tenants.caller import ANYONE, Caller
 from ..text.chat_template import Chat, Message
 from ..text.tokenizer import Prompt
@@ -117,7 +117,6 @@ def validate_generate(
 
     Raises InvalidArgument, Unimplemented for a field that this server does not support.
     """
-    _check_supported(request)
     check_integer(request.priority, "priority", -limits.max_priority, limits.max_priority)
     check_bytes(request.cache.salt, "cache.salt", limits.max_salt_bytes)
     stopping, output = request.stopping, request.output
@@ -272,12 +271,6 @@ def request_id_from(request_id: str, limits: Limits) -> str:
     if not request_id.isprintable():
         raise InvalidArgument("request_id", "holds characters that are not printable")
     return request_id
-
-
-def _check_supported(request: inference_pb2.GenerateRequest) -> None:
-    """Raise Unimplemented for a field that the protocol has and this server does not support."""
-    if request.lora_name:
-        raise Unimplemented("lora_name")
 
 
 def prompt_from(request: inference_pb2.GenerateRequest | inference_pb2.ScoreRequest, limits: Limits) -> Prompt:

@@ -90,7 +90,8 @@ OF_ENGINES = (
         prefixes=_BOTH,
     ),
     _gauge(
-        "lora_requests_info", "The time, and no adapters: this server has none.",
+        "lora_requests_info",
+        "The time, and the adapters of requests that run, and of those that wait for their first token.",
         "engine", "max_lora", "running_lora_adapters", "waiting_lora_adapters", prefixes=_VLLM,
     ),
     _engine_counter("prompt_tokens", "Tokens of prompts, cached ones included.", "prompt_tokens", _BOTH),

@@ -88,6 +88,7 @@ def fields_of(record: Record) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "method": record.route,
         "model": record.model,
+        "adapter": record.adapter,
         "request_id": record.request_id,
         "trace_id": record.trace_id or trace_id_of(record.metadata),
         "tenant": record.tenant,

@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 from pagoda.v1 import control_pb2, inference_pb2
 
 from ... import installed_version
+from ..engines.channel import EngineChannel
 from ..engines.choosing import REASONS
 from ..engines.fleet import Fleet
 from ..errors import PagodaError, Passed
@@ -212,7 +213,7 @@ def engine_samples(
         if channel.info is not None:
             cache = channel.info.kv_cache
             yield "cache_config_info", (engine, str(cache.block_size), str(cache.num_blocks)), 1
-            yield "lora_requests_info", (engine, "0", "", ""), time.time()
+            yield "lora_requests_info", (engine, *_adapters_of(channel)), time.time()
         for tenant in channel.sequences.tenants.listed if shows_tenants else ():
             yield "tenant_service", (engine, tenant.name), tenant.service
             yield "tenant_sequences", (engine, tenant.name, "running"), tenant.running
@@ -221,6 +222,18 @@ def engine_samples(
         yield "tenant_share_ratio", (tenant.name,), tenant.share
     for each in load.engines:
         yield from _samples_of_engine(each)
+
+
+def _adapters_of(channel: EngineChannel) -> tuple[str, str, str]:
+    """How many adapters a step can use, and the names of those that this router's requests run and wait with."""
+    limits = channel.held.limits
+    if limits is None:
+        return "0", "", ""
+    running, waiting = (
+        sorted({name for identity in used for name in channel.held.names_of(identity)})
+        for used in channel.sequences.adapters()
+    )
+    return str(limits.max_adapters), ",".join(running), ",".join(waiting)
 
 
 def _samples_of_engine(load: control_pb2.EngineLoad) -> Iterator[Sample]:

@@ -143,7 +143,8 @@ class Traces:
 
 def _of_call(record: Record) -> Attributes:
     """Attributes of the span of the call itself."""
-    attributes: Attributes = {"pagoda.tenant": record.tenant} if record.tenant else {}
+    named = {"pagoda.tenant": record.tenant, "pagoda.adapter": record.adapter}
+    attributes: Attributes = {name: value for name, value in named.items() if value}
     if " " in record.route:
         attributes["http.request.method"], attributes["http.route"] = record.route.split(" ", 1)
     else:

@@ -13,7 +13,7 @@ from ..errors import PermissionDenied
 class Right(StrEnum):
     """What a token allows beyond its own tenant's requests."""
 
-    ADMIN = "admin"  # drain the server, flush its cache, abort any tenant's request
+    ADMIN = "admin"  # drain the server, flush its cache, load adapters, abort any tenant's request
     OBSERVE = "observe"  # see every tenant, and figures of single requests, in load, step trace and settings
     ACT_FOR_TENANTS = "act_for_tenants"  # name any tenant in the metadata
 
@@ -26,11 +26,16 @@ class Caller:
     """
     tenant     the tenant that the call is for; "" is one like any other
     is_proven  whether a token vouches for the tenant; otherwise a header alone names it
+    adapters   those that the tenant may name; None: all
     """
 
     tenant: str
     rights: frozenset[Right]
     is_proven: bool
+    adapters: frozenset[str] | None = None
+
+    def may_name(self, adapter: str) -> bool:
+        return self.adapters is None or adapter in self.adapters
 
     def may(self, right: Right) -> bool:
         return right in self.rights

@@ -12,12 +12,12 @@ import logging
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ...runtime import followed
-from ...settings.request import MAX_TENANT_LENGTH, TENANT_NAME
+from ...settings.request import MAX_ADAPTER_NAME, MAX_TENANT_LENGTH, TENANT_NAME
 from ..errors import ConfigError, InvalidArgument, Unauthenticated
 from .caller import ANYONE, EVERY_RIGHT, Caller, Right
 from .quotas import Quota
@@ -40,11 +40,13 @@ def digest(token: str) -> bytes:
 class Identities:
     """The callers that a server knows, by the digests of their tokens.
 
-    tokens  None: calls need no token
+    tokens    None: calls need no token
+    adapters  those that tenants may name; a tenant that is not here may name all
     """
 
     def __init__(self, tokens: Mapping[bytes, Caller] | None = None) -> None:
         self.tokens = tokens
+        self.adapters: Mapping[str, frozenset[str]] = {}
 
     @classmethod
     def of_one_token(cls, token: str | None) -> Identities:
@@ -75,7 +77,7 @@ class Identities:
         if tenant == own.tenant:
             return own
         own.require(Right.ACT_FOR_TENANTS, f"{key}: a call for another tenant")
-        return Caller(tenant, own.rights, own.is_proven)
+        return replace(own, tenant=tenant, adapters=self.adapters.get(tenant))
 
     def _owner(self, authorizations: list[str | bytes]) -> Caller:
         """Raises Unauthenticated."""
@@ -113,6 +115,7 @@ class Tenants:
 
     tokens: Mapping[bytes, Caller]
     quotas: Mapping[str, Quota]
+    adapters: Mapping[str, frozenset[str]]
 
 
 def read_tenants(path: Path) -> Tenants:
@@ -146,7 +149,13 @@ def _tenants_from(given: dict[str, Any]) -> Tenants:
         if hashed in tokens:
             raise ValueError(f"{place}: sha256 is that of another token")
         tokens[hashed] = caller
-    return Tenants(tokens, {name: _quota_from(name, table) for name, table in tables.items()})
+    quotas, adapters = dict[str, Quota](), dict[str, frozenset[str]]()
+    for name, table in tables.items():
+        quotas[name], named = _tenant_from(name, table)
+        if named is not None:
+            adapters[name] = named
+    tokens = {hashed: replace(each, adapters=adapters.get(each.tenant)) for hashed, each in tokens.items()}
+    return Tenants(tokens, quotas, adapters)
 
 
 def _token_from(place: str, entry: dict[str, Any]) -> tuple[bytes, Caller]:
@@ -166,16 +175,25 @@ def _token_from(place: str, entry: dict[str, Any]) -> tuple[bytes, Caller]:
     return bytes.fromhex(hashed), Caller(tenant, frozenset(map(Right, rights)), is_proven=True)
 
 
-def _quota_from(name: str, table: object) -> Quota:
+def _tenant_from(name: str, table: object) -> tuple[Quota, frozenset[str] | None]:
+    """A tenant's quota, and the adapters that it may name."""
     place = f"[tenant.{name}]" if re.fullmatch(r"[\w-]+", name) else f'[tenant."{name}"]'
     check_tenant(f"{place}: the name", name)
     if not isinstance(table, dict):
         raise ValueError(f"{place}: must be a table")
-    _check_keys(place, table, {field.name for field in fields(Quota)})
-    for key, value in table.items():
+    _check_keys(place, table, {"adapters", *(field.name for field in fields(Quota))})
+    adapters = table.get("adapters")
+    if adapters is not None and not (isinstance(adapters, list) and all(map(_is_adapter, adapters))):
+        raise ValueError(f"{place}: adapters must be a list of names, each of 1 to {MAX_ADAPTER_NAME} characters")
+    numbers = {key: value for key, value in table.items() if key != "adapters"}
+    for key, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_QUOTA:
             raise ValueError(f"{place}: {key} must be a whole number from 1 to {MAX_QUOTA}, not {value!r}")
-    return Quota(**table)
+    return Quota(**numbers), None if adapters is None else frozenset(adapters)
+
+
+def _is_adapter(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_ADAPTER_NAME
 
 
 def check_tenant(place: str, name: str) -> None:

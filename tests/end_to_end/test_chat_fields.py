@@ -101,7 +101,7 @@ def test_the_model_tells_what_its_template_reads_and_what_its_authors_recommend(
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"message": "x", "lora_name": "mine"}, "lora_name"),
+        ({"message": "x", "sampling": {"typicalP": 0.5}}, "sampling.typical_p"),
     ],
 )
 def test_a_field_that_is_not_supported_yet_is_unimplemented_and_named(

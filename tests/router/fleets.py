@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagoda_server.router.engines.adapters import Adapters
 from pagoda_server.router.engines.fleet import Engines, Fleet, Member
+from pagoda_server.router.engines.held_adapters import HeldAdapters
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.models import ServedModel, ServedModels
 
@@ -17,6 +19,7 @@ def fleet_of(*engines: Any) -> Fleet:
     def connect(member: Member, number: int) -> Any:
         engine = engines[number]
         engine.name, engine.address, engine.number, engine.is_leaving = member.name, member.address, number, False
+        engine.held = HeldAdapters()
         return engine
 
     fleet = Fleet(connect)
@@ -29,7 +32,7 @@ def served(
     engines: Engines, name: str = "m", tokenizer: Any = UNUSED, limits: Limits = UNUSED, architecture: str = "llama"
 ) -> ServedModel:
     """A model that these engines serve."""
-    return ServedModel(name, UNUSED, tokenizer, None, limits, UNUSED, engines, architecture)
+    return ServedModel(name, UNUSED, tokenizer, None, limits, UNUSED, engines, Adapters(engines), architecture)
 
 
 def one_model(engines: Engines, tokenizer: Any = UNUSED, limits: Limits = UNUSED) -> ServedModels:

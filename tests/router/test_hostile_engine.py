@@ -35,6 +35,18 @@ def hello(epoch: int = EPOCH, **fields: Any) -> Message:
     return Message(epoch=epoch, hello=control_pb2.EngineInfo(**info), answers_pings=True)
 
 
+def with_adapters(**fields: int) -> Message:
+    """The greeting of an engine that computes with adapters."""
+    greeting = hello()
+    greeting.adapter_limits.CopyFrom(engine_pb2.AdapterLimits(**({"max_adapters": 1, "max_loaded": 2} | fields)))
+    return greeting
+
+
+def held(*names: str, **fields: Any) -> Message:
+    adapters = [engine_pb2.Adapter(name=name, **({"identity": bytes(32)} | fields)) for name in names]
+    return Message(epoch=EPOCH, adapters=engine_pb2.Adapters(held=adapters))
+
+
 def step(**fields: Any) -> Message:
     return Message(epoch=EPOCH, step=engine_pb2.StepOutput(**fields))
 
@@ -92,6 +104,8 @@ LIES: dict[str, list[Message]] = {
     "a flush nobody asked for": [Message(epoch=EPOCH, cache_flushed=engine_pb2.CacheFlushed())],
     "a trace nobody asked for": [trace(number=5)],
     "blocks nobody asked for": [Message(epoch=EPOCH, cached_blocks=engine_pb2.CachedBlocks(removed=[1]))],
+    "adapters nobody asked for": [Message(epoch=EPOCH, adapters=engine_pb2.Adapters())],
+    "an adapter nobody asked for": [Message(epoch=EPOCH, adapter_answer=engine_pb2.AdapterAnswer(number=3))],
     "a flood of loads": [step()] * (IDLE_MESSAGES + 2),
     "a flood of nothing": [Message(epoch=EPOCH)] * (IDLE_MESSAGES + 2),
     "a flood of starts": [step(started=[1])] * (IDLE_MESSAGES + 2),
@@ -105,6 +119,14 @@ GREETINGS: dict[str, list[Message]] = {
     "a long name": [hello(device="x" * 10_000)],
     "no vocabulary": [hello(vocab_size=0)],
     "a huge vocabulary": [hello(vocab_size=1 << 31)],
+    "room for no adapter": [with_adapters(max_loaded=0)],
+    "more adapters than it may hold": [with_adapters(), held("a", "b", "c")],
+    "twice the same adapter": [with_adapters(), held("a", "a")],
+    "an adapter with control characters": [with_adapters(), held("a\nERROR root")],
+    "an adapter without a name": [with_adapters(), held("")],
+    "a short identity": [with_adapters(), held("a", identity=b"x")],
+    "a long path": [with_adapters(), held("a", path="x" * 10_000)],
+    "a flood of adapters": [with_adapters(), *[held("a")] * (IDLE_MESSAGES + 2)],
     "no cache": [hello(kv_cache=control_pb2.KvCacheInfo())],
 }
 Play = Callable[[Any], Any]

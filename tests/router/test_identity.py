@@ -150,7 +150,7 @@ def test_a_file_tells_tokens_rights_and_quotas(tmp_path: Path) -> None:
         (TOKEN + "right = ['admin']", "number 1: 'right' is none of rights, sha256, tenant"),
         ("[tenant.'a b']", r"\[tenant\.\"a b\"\]: the name must be 1 to 64"),
         ("[tenant]\na = 5", r"\[tenant\.a\]: must be a table"),
-        ("[tenant.a]\ntokens = 5", r"\[tenant\.a\]: 'tokens' is none of max_requests"),
+        ("[tenant.a]\ntokens = 5", r"\[tenant\.a\]: 'tokens' is none of adapters, max_requests"),
         ("[tenant.a]\nmax_requests = 0", "max_requests must be a whole number from 1"),
         ("[tenant.a]\nmax_requests = true", "max_requests must be a whole number from 1"),
         ("[tenant.a]\ntokens_per_minute = 1.5", "tokens_per_minute must be a whole number from 1"),

@@ -35,7 +35,7 @@ def two(first_is_ready: bool = True, second_is_ready: bool = True) -> ServedMode
 
 def test_a_request_that_names_no_model_means_the_first() -> None:
     models = two()
-    assert models.named("") is models.first
+    assert models.named("").model is models.first
     assert [models.named(name).name for name in ("one", "two")] == ["one", "two"]
 
 
@@ -50,14 +50,14 @@ def test_an_unknown_model_is_not_found_and_not_repeated_and_the_known_ones_are_n
 
 def test_a_gguf_file_is_found_by_its_folder_too() -> None:
     models = one_model(engines(), limits=replace(LIMITS, other_name="m-1234"))
-    assert models.named("m-1234") is models.first
+    assert models.named("m-1234").model is models.first
 
 
 def test_until_its_model_is_known_a_message_has_the_widest_limits() -> None:
     widest = two().limits
     assert (widest.max_model_len, widest.vocab_size, widest.has_chat_template) == (900, 50, True)
     models = two()
-    models.named("two").architecture = ""  # no engine has reported its limits yet
+    models.named("two").model.architecture = ""  # no engine has reported its limits yet
     assert models.limits.max_model_len == 100
 
 

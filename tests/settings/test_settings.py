@@ -161,6 +161,7 @@ SPECIAL = {
     "http": "127.0.0.1:1",
     "http_allowed_origins": "https://chat.example.org",
     "engine": "unix:/e",
+    "lora": "name=path",
     "block_size": 32,
     "token_budget": 3,
     "policy": "fair",

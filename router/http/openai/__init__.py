@@ -16,7 +16,8 @@ from pagoda.v1 import inference_pb2
 from ...errors import NotFound
 from ...request.fields import Limits
 from ...request.inference import InferenceServicer
-from ...request.models import ServedModel, ServedModels
+from ...request.loras import adapters_of
+from ...request.models import ServedModels, Target
 from ...request.receiving import Parse
 from ..errors import HttpError
 from ..http_call import Answer, Api, Endpoint, HttpCall, Serve
@@ -81,19 +82,23 @@ def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:
     """
     started, models = int(time.time()), inference.models
 
-    def described(model: ServedModel) -> dict[str, object]:
+    def described(target: Target) -> dict[str, object]:
+        model = target.model
         most = model.limits.max_model_len if model.architecture else None  # an engine reports it
-        return {"id": model.name, "object": "model", "created": started, "owned_by": "pagoda", "max_model_len": most}
+        card = {"id": target.name, "object": "model", "created": started, "owned_by": "pagoda", "max_model_len": most}
+        return card | ({"parent": model.name} if target.adapter else {})
 
     async def all_models(request: Request) -> Response:
         if (why := models.refusal()) is not None:
             raise why
-        return JSONResponse({"object": "list", "data": [described(model) for model in models]})
+        adapters = [Target(model, each.name) for model in models for each in adapters_of(model) if each.ready]
+        found = [*map(Target, models), *adapters]
+        return JSONResponse({"object": "list", "data": [described(target) for target in found]})
 
     async def one_model(request: Request) -> Response:
-        model = models.named(request.path_params["name"])
-        model.check_ready()
-        return JSONResponse(described(model))
+        target = models.named(request.path_params["name"])
+        target.check_ready()
+        return JSONResponse(described(target))
 
     async def embed(call: HttpCall, parse: Parse[inference_pb2.EmbedRequest], route: str) -> None:
         await inference.readouts.embed(call, parse, route, call.take)

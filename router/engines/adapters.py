@@ -1,0 +1,270 @@
+"""The LoRA adapters of a model: which names requests may use, and that every engine holds what they mean.
+
+Engines report what they hold, to every router. So what one router loads, the others learn from the engines; and what
+an engine has lost with its process, each router has it load again, from the same path and with the same identity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..errors import (
+    AlreadyExists,
+    NotFound,
+    PagodaError,
+    ResourceExhausted,
+    Unavailable,
+    Unimplemented,
+)
+from .channel import EngineChannel
+from .fleet import Engines
+from .held_adapters import Adapter
+
+log = logging.getLogger("pagoda.router")
+
+MAX_WAITING = 16  # loads and unloads that wait for others
+
+
+class Adapters:
+    """The adapters of one model, by name.
+
+    known  those that requests may name
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        declared: Mapping[str, str] | None = None,
+        on_fault: Callable[[str, PagodaError], None] = lambda name, error: None,
+    ) -> None:
+        """
+        declared  paths, by name, of those that engines load when they join
+        on_fault  called when one of these cannot be loaded, and never was
+        """
+        self.known: dict[str, Adapter] = {}
+        self._faults: dict[tuple[str, str], str] = {}  # by adapter and engine, why it does not hold what it should
+        self._engines = engines
+        self._declared = dict(declared or {})
+        self._on_fault = on_fault
+        # By engine, what it reported last, with its epoch: a connection that is made anew does not change what is held.
+        self._reported: WeakKeyDictionary[EngineChannel, tuple[int, Mapping[str, Adapter]]] = WeakKeyDictionary()
+        self._greeted: WeakKeyDictionary[EngineChannel, object] = WeakKeyDictionary()  # connections that were followed
+        self._changing = asyncio.Lock()
+        self._num_waiting = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- for requests -----------------------------------------------------------------------------------------------
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.known or name in self._declared
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self.known, *self._declared})
+
+    def identity_of(self, name: str) -> bytes:
+        """What a name means now. Raises NotFound, Unavailable for one that is still to be loaded."""
+        if (adapter := self.known.get(name)) is not None:
+            return adapter.identity
+        if name in self._declared:
+            raise Unavailable("the adapter is not loaded yet", retry_after_s=self._engines.retry_after_s)
+        raise NotFound("lora_name: the adapter has been unloaded")
+
+    def check_kept(self, identity: bytes) -> None:
+        """Raise NotFound if a stream that has begun with this adapter can never go on."""
+        if identity and not any(each.identity == identity for each in self.known.values()):
+            raise NotFound("lora_name: the adapter that the stream has begun with is no longer loaded")
+
+    def holders(self, name: str) -> list[EngineChannel]:
+        """The engines that take requests with what the name means."""
+        adapter = self.known.get(name)
+        return self._engines.holding(adapter.identity).ready if adapter else []
+
+    def fault(self, name: str) -> str:
+        """Why engines could not load an adapter, for people to read; empty: all could."""
+        return "; ".join(f"engine {engine}: {why}" for (of, engine), why in self._faults.items() if of == name)
+
+    # -- what engines report ----------------------------------------------------------------------------------------
+
+    def follow(self, engine: EngineChannel) -> None:
+        """Take over what an engine that is ready reports. One that has greeted anew then gets what it lacks."""
+        held = engine.held
+        if not engine.is_ready or held.by_name is None:
+            return
+        epoch, before = self._reported.get(engine, (None, {}))
+        self._reported[engine] = held.epoch, held.by_name
+        has_joined = epoch != held.epoch
+        for name, adapter in held.by_name.items():
+            if has_joined and self.holders(name):
+                continue  # what the others hold counts: it has missed a change
+            if has_joined or name not in before or before[name].identity != adapter.identity:
+                self.known[name] = adapter
+        for name in () if has_joined else before.keys() - held.by_name.keys():
+            if name in self.known and self.known[name].identity == before[name].identity:
+                self._drop(name)
+        if self._greeted.get(engine) is not held.limits:
+            self._greeted[engine] = held.limits
+            self._begin(self._restore(engine))
+
+    def _drop(self, name: str) -> None:
+        """Forget what a name means: an engine has been told to. Another one may still hold what it meant before."""
+        gone = self.known[name]
+        self._forget(name)
+        for engine in self._engines.ready:
+            other = (engine.held.by_name or {}).get(name)
+            if other is not None and other.identity != gone.identity:
+                self.known[name] = other
+
+    def _forget(self, name: str) -> None:
+        self.known.pop(name, None)
+        self._declared.pop(name, None)
+        self._faults = {key: why for key, why in self._faults.items() if key[0] != name}
+
+    async def _restore(self, engine: EngineChannel) -> None:
+        """Have an engine that has greeted hold what the others hold, and forget what was unloaded without it."""
+        async with self._changing:
+            for name in list(engine.held.by_name or {}):
+                if name not in self.known:
+                    with contextlib.suppress(PagodaError):
+                        await self._unload_from(engine, name)
+            for name in self.names:
+                try:
+                    await self._bring(engine, name)
+                except Unavailable:
+                    return  # it is lost again
+                except PagodaError as error:
+                    self._note_fault(engine, name, error)
+
+    async def _bring(self, engine: EngineChannel, name: str) -> None:
+        """Have an engine hold what a name means. Raises PagodaError."""
+        known, held = self.known.get(name), (engine.held.by_name or {}).get(name)
+        if known is not None and (held is None or held.identity != known.identity):
+            await self._load_on(engine, name, known.path, known.is_pinned, known.identity)
+        elif known is None and (path := self._declared.get(name)) is not None:
+            self.known[name] = await self._load_on(engine, name, path)
+
+    def _note_fault(self, engine: EngineChannel, name: str, error: PagodaError) -> None:
+        self._faults[name, engine.name] = error.message
+        log.error("the engine at %s cannot load the adapter %s: %s", engine.label, name, error.message)
+        if name not in self.known:
+            self._on_fault(name, error)
+
+    # -- what an operator asks for ----------------------------------------------------------------------------------
+
+    async def load(self, name: str, path: str, *, is_pinned: bool, replaces: bool) -> Adapter:
+        """Have every engine hold an adapter under this name, or none.
+
+        Raises AlreadyExists unless it `replaces` one that has the name; Unavailable, Unimplemented, ResourceExhausted,
+        and the error of an engine that cannot load it. A caller that gives up does not undo what has begun.
+        """
+
+        async def change() -> Adapter:
+            async with self._turn():
+                if name in self and not replaces:
+                    raise AlreadyExists("lora_name: an adapter of this name is loaded; replace takes its place")
+                return await self._load_on_all(name, path, is_pinned)
+
+        return await asyncio.shield(self._begin(change()))
+
+    async def unload(self, name: str) -> None:
+        """Have every engine forget an adapter. Raises NotFound, ResourceExhausted."""
+
+        async def change() -> None:
+            async with self._turn():
+                if name not in self:
+                    raise NotFound("lora_name: no adapter of this name is loaded")
+                self._forget(name)
+                for engine in self._engines.ready:
+                    if name in (engine.held.by_name or {}):
+                        with contextlib.suppress(NotFound, Unavailable):  # one that is lost forgets when it is back
+                            await self._unload_from(engine, name)
+
+        await asyncio.shield(self._begin(change()))
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One change after another, so that all engines see them in one order. Raises ResourceExhausted."""
+        if self._num_waiting >= MAX_WAITING:
+            why = f"{MAX_WAITING} loads and unloads of adapters wait"
+            raise ResourceExhausted(why, retry_after_s=1.0)
+        self._num_waiting += 1
+        try:
+            async with self._changing:
+                yield
+        finally:
+            self._num_waiting -= 1
+
+    async def _load_on_all(self, name: str, path: str, is_pinned: bool) -> Adapter:
+        former = self.known.get(name)
+        adapter: Adapter | None = None
+        loaded: list[EngineChannel] = []
+        for engine in self._able():
+            try:
+                identity = adapter.identity if adapter is not None else b""
+                adapter = await self._load_on(engine, name, path, is_pinned, identity)
+                loaded.append(engine)
+            except Unavailable:
+                continue  # it is lost, and gets what the others hold when it is back
+            except PagodaError as error:
+                for each in loaded:
+                    await self._undo(each, name, former)
+                if len(self._engines.ready) > 1:
+                    error.message = f"{error.message} (engine {engine.name})"
+                raise
+        if adapter is None:
+            raise Unavailable("the engines were lost", retry_after_s=self._engines.retry_after_s)
+        self.known[name] = adapter
+        return adapter
+
+    async def _undo(self, engine: EngineChannel, name: str, former: Adapter | None) -> None:
+        """Have an engine hold what a name meant before, or nothing under it if that has gone."""
+        try:
+            if former is not None:
+                await self._load_on(engine, name, former.path, former.is_pinned, former.identity)
+                return
+        except PagodaError as error:
+            log.warning("the engine at %s cannot load the former adapter %s: %s", engine.label, name, error.message)
+        with contextlib.suppress(PagodaError):
+            await self._unload_from(engine, name)
+
+    def _able(self) -> list[EngineChannel]:
+        """The engines that can load adapters. Raises Unavailable, Unimplemented."""
+        if (why := self._engines.refusal()) is not None:
+            raise why
+        if not (able := [engine for engine in self._engines.ready if engine.held.limits is not None]):
+            raise Unimplemented("lora_name")
+        if not (known := [engine for engine in able if engine.held.by_name is not None]):
+            raise Unavailable("the engines have not reported yet", retry_after_s=self._engines.retry_after_s)
+        return known  # another one gets what these hold once it has
+
+    async def _load_on(
+        self, engine: EngineChannel, name: str, path: str, is_pinned: bool = False, identity: bytes = b""
+    ) -> Adapter:
+        if engine.held.limits is None:
+            raise Unimplemented("lora_name")
+        adapter = await engine.questions.load_adapter(name, path, is_pinned=is_pinned, identity=identity)
+        self._faults.pop((name, engine.name), None)
+        engine.held.change(new=adapter)
+        self.follow(engine)
+        return adapter
+
+    async def _unload_from(self, engine: EngineChannel, name: str) -> None:
+        await engine.questions.unload_adapter(name)
+        engine.held.change(gone=name)
+        self.follow(engine)
+
+    def _begin(self, change: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(change)
+        self._tasks.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, PagodaError):
+            log.error("a change of adapters failed", exc_info=error)

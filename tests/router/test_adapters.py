@@ -1,0 +1,258 @@
+"""What routers know of adapters, whatever is loaded, unloaded, lost and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagoda.engine.v1 import engine_pb2
+from pagoda_server.router.engines.adapters import Adapters
+from pagoda_server.router.engines.choosing import Asked, LeastLoaded
+from pagoda_server.router.engines.fleet import Engines
+from pagoda_server.router.engines.held_adapters import Adapter, HeldAdapters
+from pagoda_server.router.errors import InvalidArgument, NotFound, PagodaError, Unavailable
+from pagoda_server.router.request.loras import confined
+
+PATHS = ("one", "two")
+NAMES = ("a", "b", "c")
+MAX_LOADED = 2
+_epochs = itertools.count(1)
+
+
+class Process:
+    """An engine: what it holds, and the routers that are connected."""
+
+    def __init__(self, files: dict[str, int]) -> None:
+        self.files = files
+        self.epoch = next(_epochs)
+        self.held: dict[str, engine_pb2.Adapter] = {}
+        self.channels: list[Channel] = []
+
+    def restart(self) -> None:
+        for channel in self.channels:
+            channel.lose()
+        self.epoch, self.held = next(_epochs), {}
+
+    def load(self, name: str, path: str, identity: bytes) -> engine_pb2.Adapter:
+        found = hashlib.sha256(f"{path} {self.files[path]}".encode()).digest()
+        if identity not in (b"", found):
+            raise InvalidArgument("lora_path", "the files have changed")
+        if len({*self.held, name}) > MAX_LOADED:
+            raise InvalidArgument("lora_path", "it holds as many as it may")
+        self.held[name] = engine_pb2.Adapter(name=name, identity=found, path=path)
+        return self.held[name]
+
+    def report(self) -> None:
+        for channel in self.channels:
+            if channel.is_ready:
+                asyncio.get_running_loop().call_soon(channel.report, self.epoch)
+
+
+class Channel:
+    """A router's end of the channel to an engine."""
+
+    address = block_layout = b""
+    is_leaving = is_suspect = False
+    num_sequences = 0
+    role = "both"
+    retry_after_s = None
+
+    def __init__(self, name: str, process: Process, follow: Callable[[Any], None]) -> None:
+        self.name = self.label = name
+        self.held, self.questions = HeldAdapters(), self
+        self._process, self._follow = process, follow
+        process.channels.append(self)
+        self.connect()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.held.limits is not None
+
+    takes_requests = is_ready
+
+    def connect(self) -> None:
+        hello = engine_pb2.EngineMessage(epoch=self._process.epoch)
+        hello.adapter_limits.CopyFrom(engine_pb2.AdapterLimits(max_adapters=1, max_loaded=MAX_LOADED))
+        self.held.greet(hello)
+        asyncio.get_running_loop().call_soon(self.report, self._process.epoch)
+
+    def report(self, epoch: int) -> None:
+        if self.is_ready and epoch == self._process.epoch == self.held.epoch:
+            self.held.report(engine_pb2.Adapters(held=self._process.held.values()))
+            self._follow(self)
+
+    def lose(self) -> None:
+        self.held.lose()
+
+    async def load_adapter(self, name: str, path: str, *, is_pinned: bool = False, identity: bytes = b"") -> Adapter:
+        return Adapter.of(await self._ask(lambda: self._process.load(name, path, identity)))
+
+    async def unload_adapter(self, name: str) -> Adapter:
+        def unload() -> engine_pb2.Adapter:
+            if name not in self._process.held:
+                raise NotFound("no such adapter")
+            return self._process.held.pop(name)
+
+        return Adapter.of(await self._ask(unload))
+
+    async def _ask(self, change: Callable[[], engine_pb2.Adapter]) -> engine_pb2.Adapter:
+        limits = self.held.limits
+        await asyncio.sleep(0)
+        if self.held.limits is not limits or limits is None:
+            raise Unavailable("the engine was lost")
+        try:
+            return change()
+        finally:
+            self._process.report()
+
+
+class Known(Engines):
+    def __init__(self) -> None:
+        super().__init__(LeastLoaded())
+        self.all: list[Any] = []
+
+    @property
+    def channels(self) -> Sequence[Any]:
+        return self.all
+
+
+class World:
+    """Routers, each with a channel to every engine."""
+
+    def __init__(self, num_routers: int, num_engines: int) -> None:
+        self.files = dict.fromkeys(PATHS, 0)
+        self.processes = [Process(self.files) for _ in range(num_engines)]
+        self.routers: list[Adapters] = []
+        self.channels: list[list[Channel]] = []
+        for _ in range(num_routers):
+            engines = Known()
+            router = Adapters(engines)
+            engines.all = [Channel(f"e{at}", each, router.follow) for at, each in enumerate(self.processes)]
+            self.routers.append(router)
+            self.channels.append(engines.all)
+
+    async def settle(self) -> None:
+        """Wait until nothing more happens."""
+        for _ in range(3):
+            while tasks := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def reconnect(self) -> None:
+        for channels in self.channels:
+            for channel in channels:
+                if not channel.is_ready:
+                    channel.connect()
+
+    def check(self) -> None:
+        """At rest all routers know the same, and each engine holds that, or it is known why not."""
+        meanings = [{name: each.identity for name, each in router.known.items()} for router in self.routers]
+        assert all(each == meanings[0] for each in meanings)
+        for router, channels in zip(self.routers, self.channels, strict=True):
+            for name, adapter in router.known.items():
+                for channel, process in zip(channels, self.processes, strict=True):
+                    held = process.held.get(name)
+                    holds = held is not None and held.identity == adapter.identity
+                    assert holds or f"engine {channel.name}" in router.fault(name)
+                    assert channel.held.holds(adapter.identity) >= holds
+        for process in self.processes:
+            assert process.held.keys() <= meanings[0].keys(), "nothing is held that no request can name"
+
+
+ROUTERS, ENGINES = 2, 2
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("load"), st.integers(0, ROUTERS - 1), st.sampled_from(NAMES), st.sampled_from(PATHS)),
+        st.tuples(st.just("unload"), st.sampled_from(NAMES)),
+        st.tuples(st.just("restart"), st.integers(0, ENGINES - 1)),
+        st.tuples(st.just("cut"), st.integers(0, ROUTERS - 1), st.integers(0, ENGINES - 1)),
+        st.tuples(st.just("write"), st.sampled_from(PATHS)),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(operations)
+def test_routers_agree_and_engines_hold_what_names_mean_whatever_happens_in_turn(steps: list[tuple[Any, ...]]) -> None:
+    async def run() -> None:
+        world = World(ROUTERS, ENGINES)
+        await world.settle()
+        for kind, *arguments in steps:
+            match kind:
+                case "load":
+                    at, name, path = arguments
+                    with contextlib.suppress(PagodaError):
+                        await world.routers[at].load(name, path, is_pinned=False, replaces=True)
+                case "unload":
+                    for router in world.routers:  # as SharedAdmin does
+                        with contextlib.suppress(NotFound):
+                            await router.unload(arguments[0])
+                case "restart":
+                    world.processes[arguments[0]].restart()
+                case "cut":
+                    world.channels[arguments[0]][arguments[1]].lose()
+                case "write":
+                    world.files[arguments[0]] += 1
+            world.reconnect()
+            await world.settle()
+            world.check()
+
+    asyncio.run(run())
+
+
+async def test_a_load_that_an_engine_dies_of_is_kept_by_the_others_and_reaches_it_when_it_is_back() -> None:
+    world = World(1, 2)
+    await world.settle()
+    loading = asyncio.create_task(world.routers[0].load("a", "one", is_pinned=False, replaces=False))
+    await asyncio.sleep(0)
+    world.processes[1].restart()
+    adapter = await loading
+    assert world.routers[0].holders("a") == [world.channels[0][0]]
+    world.reconnect()
+    await world.settle()
+    assert len(world.routers[0].holders("a")) == 2
+    engines = world.routers[0]._engines.holding(adapter.identity)
+    assert engines.pick(asked=Asked([1])) in world.channels[0]
+    with pytest.raises(Unavailable, match="adapter"):
+        world.routers[0]._engines.holding(bytes(32)).pick()
+
+
+async def test_a_client_that_gives_up_does_not_leave_a_load_half_done() -> None:
+    world = World(1, 2)
+    await world.settle()
+    loading = asyncio.create_task(world.routers[0].load("a", "one", is_pinned=False, replaces=False))
+    await asyncio.sleep(0)
+    loading.cancel()
+    await world.settle()
+    assert len(world.routers[0].holders("a")) == 2
+
+
+@pytest.mark.parametrize("given", ["..", "../x", "/etc/passwd", "a/../../x", "link", "link/x", "files", "./link"])
+def test_a_path_never_leads_out_of_the_folder(given: str, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "secret").write_text("")
+    folder = tmp_path / "loras"
+    (folder / "files").mkdir(parents=True)
+    (folder / "files" / "adapter_config.json").symlink_to(tmp_path / "secret")
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(InvalidArgument, match="leads out"):
+        confined(folder, given)
+
+
+def test_a_folder_may_be_a_link_itself_and_paths_in_it_lose_their_links(tmp_path: Path) -> None:
+    (tmp_path / "real" / "a").mkdir(parents=True)
+    (tmp_path / "folder").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "alias").symlink_to(tmp_path / "real" / "a")
+    for path in ("a", "./a", "b/../a", "alias", str(tmp_path / "folder" / "a")):
+        assert confined(tmp_path / "folder", path) == str(tmp_path / "real" / "a")
