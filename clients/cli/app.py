@@ -14,6 +14,7 @@ from pagoda_server.cli.fleet import fleet
 from pagoda_server.cli.generate import generate
 from pagoda_server.cli.inspect import health, status
 from pagoda_server.cli.kv_events import kv_events
+from pagoda_server.cli.lora import lora
 from pagoda_server.cli.models import list_present, models, pull, remove
 from pagoda_server.cli.plan import plan
 from pagoda_server.cli.run import run
@@ -73,3 +74,4 @@ app.command()(token)
 app.command()(certs)
 app.add_typer(config, name="config")
 app.add_typer(fleet, name="fleet")
+app.add_typer(lora, name="lora")

@@ -38,7 +38,9 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it stands, without the model's chat template.")
     ] = False,
-    model: Annotated[str, typer.Option(help="Name of the model, where the server has several.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Name of the model, where the server has several, or of a LoRA adapter.")
+    ] = "",
     system: Annotated[str | None, typer.Option(help="System message, for a model that chats.")] = None,
     max_tokens: MaxTokens = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")] = None,

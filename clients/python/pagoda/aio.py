@@ -27,10 +27,12 @@ from pagoda.request import (
     detokenize_request,
     embed_request,
     generate_request,
+    load_lora_request,
     one_answer,
     score_request,
     step_trace_request,
     tokenize_request,
+    unload_lora_request,
     watch_load_request,
 )
 from pagoda.resume import Resumption
@@ -269,6 +271,29 @@ class AsyncClient:
         """Forget every cached prefix that no sequence uses. Returns the number of freed blocks."""
         response: admin_pb2.FlushCacheResponse = await self._call(self._admin.FlushCache, admin_pb2.FlushCacheRequest())
         return response.freed_blocks
+
+    async def load_lora(
+        self, name: str, path: str, *, model: str = "", replace: bool = False, pinned: bool = False
+    ) -> control_pb2.LoraAdapter:
+        """Have every engine load a LoRA adapter, which requests can then name.
+
+        path     in the server's --lora-dir
+        model    that it adapts; "" is the first one
+        replace  take the place of an adapter of this name
+        pinned   keep it on the device, however long nobody names it
+        """
+        request = load_lora_request(name, path, model, replace, pinned)
+        response: admin_pb2.LoadLoraResponse = await self._call(self._admin.LoadLora, request)
+        return response.adapter
+
+    async def unload_lora(self, name: str) -> None:
+        """Have every engine unload an adapter. Requests that run finish with it."""
+        await self._call(self._admin.UnloadLora, unload_lora_request(name))
+
+    async def loras(self) -> list[control_pb2.LoraAdapter]:
+        """The adapters of all models, and which engines hold them."""
+        response: admin_pb2.ListLorasResponse = await self._call(self._admin.ListLoras, admin_pb2.ListLorasRequest())
+        return list(response.adapters)
 
     def step_trace(self, last_s: float | None = None) -> AsyncGenerator[trace_pb2.StepTracePart, None]:
         """Stream the engines' step traces of the last `last_s` seconds, in parts; None: all that they keep."""

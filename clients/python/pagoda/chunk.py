@@ -65,6 +65,7 @@ class Timing:
     saved_tokens   preempted tokens that were copied to host memory
     loaded_tokens  preempted tokens that were copied back
     pulled_tokens  tokens whose keys and values came from another engine
+    adapter_s      the part of queue_s and preempted_s in which it waited for its LoRA adapter's place on the device
     """
 
     queue_s: float
@@ -79,6 +80,7 @@ class Timing:
     saved_tokens: int
     loaded_tokens: int
     pulled_tokens: int = 0
+    adapter_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,4 +225,5 @@ def _timing(timing: inference_pb2.Timing) -> Timing:
         saved_tokens=timing.saved_tokens,
         loaded_tokens=timing.loaded_tokens,
         pulled_tokens=timing.pulled_tokens,
+        adapter_s=timing.adapter_s,
     )

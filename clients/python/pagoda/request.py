@@ -80,6 +80,7 @@ class GenerateOptions(ChatOptions, total=False):
     ttft_s: float | None
     tpot_s: float | None
     model: str | None
+    lora_name: str | None
     request_id: str | None
     resumable: bool | None
 
@@ -99,6 +100,7 @@ class EmbedOptions(TypedDict, total=False):
     bypass_cache: bool | None
     priority: int | None
     model: str | None
+    lora_name: str | None
     request_id: str | None
 
 
@@ -110,6 +112,7 @@ class ScoreOptions(ChatOptions, total=False):
     bypass_cache: bool | None
     priority: int | None
     model: str | None
+    lora_name: str | None
     request_id: str | None
 
 
@@ -141,6 +144,7 @@ _FIELDS = {
     "ttft_s": "slo.ttft_s",
     "tpot_s": "slo.tpot_s",
     "model": "model",
+    "lora_name": "lora_name",
     "request_id": "request_id",
     "resumable": "resumable",
 }
@@ -151,6 +155,7 @@ _READOUT_FIELDS = {
     "bypass_cache": "cache.bypass",
     "priority": "priority",
     "model": "model",
+    "lora_name": "lora_name",
     "request_id": "request_id",
 }
 _EMBED_FIELDS = {"pooling": "pooling", "normalize": "normalize", "dimensions": "dimensions"} | _READOUT_FIELDS
@@ -302,6 +307,20 @@ def abort_request(request_id: str, tenant: str | None) -> admin_pb2.AbortRequest
     assign(request, "request_id", request_id)
     if tenant is not None:
         assign(request, "tenant", tenant)
+    return request
+
+
+def load_lora_request(name: str, path: str, model: str, replace: bool, pinned: bool) -> admin_pb2.LoadLoraRequest:
+    request = admin_pb2.LoadLoraRequest(replace=replace, pinned=pinned)
+    assign(request, "lora_name", name)
+    assign(request, "lora_path", path)
+    assign(request, "model", model)
+    return request
+
+
+def unload_lora_request(name: str) -> admin_pb2.UnloadLoraRequest:
+    request = admin_pb2.UnloadLoraRequest()
+    assign(request, "lora_name", name)
     return request
 
 

@@ -77,6 +77,7 @@ export interface GenerateOptions extends ChatOptions, CallOptions {
   ttftS?: number | undefined;
   tpotS?: number | undefined;
   model?: string | undefined;
+  loraName?: string | undefined;
   requestId?: string | undefined;
   /** Go on after the server, its engine or the connection broke; each token comes once. */
   resumable?: boolean | undefined;
@@ -113,6 +114,7 @@ interface ReadoutOptions extends CallOptions {
   bypassCache?: boolean | undefined;
   priority?: number | undefined;
   model?: string | undefined;
+  loraName?: string | undefined;
   requestId?: string | undefined;
 }
 
@@ -159,6 +161,7 @@ export const FIELDS: Record<Exclude<keyof GenerateOptions, keyof ChatOptions | k
   ttftS: "slo.ttft_s",
   tpotS: "slo.tpot_s",
   model: "model",
+  loraName: "lora_name",
   requestId: "request_id",
   resumable: "resumable",
 };
@@ -168,6 +171,7 @@ const READOUT_FIELDS = {
   bypassCache: "cache.bypass",
   priority: "priority",
   model: "model",
+  loraName: "lora_name",
   requestId: "request_id",
 };
 /** Option → field of EmbedRequest. */

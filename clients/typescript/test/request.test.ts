@@ -5,7 +5,7 @@ import type { DescMessage } from "@bufbuild/protobuf";
 import { GenerateRequestSchema, Pooling } from "pagoda-client/protos";
 import { embedRequest, FIELDS, generateRequest, scoreRequest } from "../src/request.js";
 
-const NOT_SUPPORTED = ["lora_name", "sampling.beam_search", "sampling.typical_p"]; // by the server
+const NOT_SUPPORTED = ["sampling.beam_search", "sampling.typical_p"]; // by the server
 const INPUTS = ["prompt", "message", "chat", "token_ids"];
 
 /** The paths of all fields of a message and of the messages inside it. */
