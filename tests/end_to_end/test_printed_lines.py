@@ -22,7 +22,7 @@ pytestmark = pytest.mark.thorough
 
 TOOLS = Path(sys.executable).parent  # grpcurl, pagoda and the Python that has the client
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))]
-CALL = re.compile(r"(\$ )?(curl|grpcurl|echo|python -c|pagoda (?!serve|token|fleet)\w+) ")
+CALL = re.compile(r"(\$ )?(curl|grpcurl|echo|python -c|pagoda (?!serve|token|fleet|lora)\w+) ")
 ELSEWHERE = ("HOST:PORT", "tools.json")  # what a reader has to fill in
 SEEDS = 6
 
