@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from ..router.engines.channel import EngineChannel
@@ -33,6 +34,9 @@ HEALTHY_AFTER_S = 60.0  # an engine that dies after this long has a new cause: t
 SILENT_S = 30.0  # beyond its --grace-s, an engine that leaves has ended if its host is silent
 MOST_FAILED_STARTS = 3  # of an engine that is to take another one's place, before that is given up
 REPLACED = -1  # the generation of an engine that another one shall replace, whatever the version
+
+
+_SHOWN = {State.EMPTY: "waits for a machine", State.GONE: "waits for a machine", State.ENDED: "ended"}
 
 
 class HostsError(Exception):
@@ -109,6 +113,7 @@ class Driver:
         self._fault_of_new = ""
         self._hinted = 0
         self._faults: dict[str, str] = {}  # what was logged last, by what it is about
+        self._hung: set[Member] = set()  # engines whose loops have not answered for --hang-timeout-s
         self._looked = asyncio.Condition()
 
     def _connect(self, member: Member, number: int) -> EngineChannel:
@@ -121,6 +126,7 @@ class Driver:
             number=number,
             hang_timeout_s=self._config.hang_timeout_s,
             on_change=change,
+            on_hang=partial(self._hung.add, member),
             trust=self._trust,
         )
 
@@ -172,6 +178,7 @@ class Driver:
             elif engine.is_leaving and (not engine.report.node or time.monotonic() > engine.ends_by):
                 await self._remove(engine)  # it was never placed, or its machine is lost
         self._see_channels()
+        await self._end_hung()
         self._scale()
         await self._balance()
         members = [Member(each.name, each.address) for each in self._live if each.address]
@@ -187,12 +194,16 @@ class Driver:
             log.warning("%s: %s", report.node, report.warning)
         engine.report = report
         engine.address = report.address if report.state in (State.SERVING, State.DRAINING) else ""
-        is_over = report.state in (State.EMPTY, State.ENDED)
+        is_over = report.state in (State.EMPTY, State.ENDED, State.GONE)
         if engine.is_leaving:
             if is_over:
                 await self._remove(engine)
             elif not engine.is_drained:
                 engine.is_drained = await self._attempt(self._hosts.drain(engine.name), engine.name)
+            return
+        if report.state is State.GONE:
+            log.warning("%s has lost its host", engine.name)
+            await self._attempt(self._hosts.place(engine.name), "placing")
             return
         if report.state is State.ENDED and not engine.starts_at:
             self._judge(engine, report)
@@ -223,7 +234,7 @@ class Driver:
     def _see_channels(self) -> None:
         """Note which engines take requests, as a router would."""
         now = time.monotonic()
-        ready = {each.name: each for each in self._fleet.channels if each.takes_requests and not each.is_suspect}
+        ready = {each.name: each for each in self._fleet.channels if each.takes_requests}
         for engine in self.engines.values():
             if (channel := ready.get(engine.name)) is None or channel.address != engine.address:
                 engine.ready_since = None
@@ -233,6 +244,15 @@ class Driver:
             elif now - engine.ready_since > HEALTHY_AFTER_S:
                 engine.num_failures = 0
         self._check_versions(ready)
+
+    async def _end_hung(self) -> None:
+        """Remove the hosts of engines that hang, which would never end by themselves. Others take their places."""
+        hung = self._hung.copy()
+        self._hung.clear()
+        for engine in self._live:
+            if Member(engine.name, engine.address) in hung:
+                log.error("%s at %s hangs, and is ended", engine.name, engine.address)
+                await self._attempt(self._hosts.remove(engine.name), engine.name)
 
     def _check_versions(self, ready: Mapping[str, EngineChannel]) -> None:
         """Give new engines up that routers would not use beside those that they shall replace."""
@@ -373,7 +393,7 @@ class Driver:
             return "leaving"
         if engine.ready_since is not None:
             return "serving"
-        return {State.EMPTY: "waits for a machine", State.ENDED: "ended"}.get(engine.report.state, "starting")
+        return _SHOWN.get(engine.report.state, "starting")
 
     async def _drain(self, name: str) -> None:
         """Let an engine end once another one serves in its place, and wait until it has.

@@ -37,6 +37,7 @@ class State(StrEnum):
     SERVING = "serving"
     DRAINING = "draining"
     ENDED = "ended"
+    GONE = "gone"  # there is no such host any more, and none will come by itself
 
 
 @dataclass(frozen=True, slots=True)

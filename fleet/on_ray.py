@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import ray
 from ray.autoscaler import sdk as autoscaler
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError
 from ray.util import get_node_ip_address, list_named_actors
 
 from ..runtime import followed
 from ..settings.fleet import LOCAL, FleetConfig
 from .driver import HostsError
-from .host import Host, Report
+from .host import Host, Report, State
 
 ANSWER_S = 2.0  # how long an actor may take to answer before it counts as silent
 HEAD_S = 10.0  # how long Ray's head may take
@@ -56,8 +56,8 @@ class RayHosts:
             options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         try:
             ray.init(namespace=config.namespace, log_to_driver=False, logging_level="warning", **options)
-        except (RayError, OSError, RuntimeError, ValueError) as error:
-            raise HostsError(f"--ray {config.ray}: {error}") from error
+        except Exception as error:  # Ray raises plain ones too
+            raise HostsError(f"--ray {config.ray}: {str(error) or type(error).__name__}") from error
         memory = {"memory": config.engine_memory_gb * 1e9} if config.engine_memory_gb else {}
         given = {"CPU": config.engine_cpus, "GPU": config.engine_gpus} | memory
         self._resources = {name: number for name, number in given.items() if number}
@@ -106,7 +106,8 @@ class RayHosts:
 
     async def hint(self, num_engines: int) -> None:
         """Have an autoscaler of the cluster keep room for so many engines."""
-        await self._of_head(partial(autoscaler.request_resources, bundles=[self._resources] * num_engines))
+        if self._resources:
+            await self._of_head(partial(autoscaler.request_resources, bundles=[self._resources] * num_engines))
 
     async def start(self, name: str, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
         await self._of_host(lambda: self._handle(name).start.remote(arguments, files))
@@ -118,11 +119,19 @@ class RayHosts:
         """What a host says; None: nothing in time, because it has not been placed, is lost, or Ray is slow."""
 
         def ask() -> Report | None:
+            try:
+                handle = self._handle(name)
+            except ValueError:  # Ray's head knows none of this name
+                return Report(State.GONE)
             if name not in self._asked:
-                self._asked[name] = self._handle(name).report.remote()
+                self._asked[name] = handle.report.remote()
             if not ray.wait([self._asked[name]], timeout=ANSWER_S)[0]:
                 return None
-            return Report.of(ray.get(self._asked.pop(name)))
+            try:
+                return Report.of(ray.get(self._asked.pop(name)))
+            except ActorDiedError:  # somebody has killed it, or it was dying when it was found by its name
+                self._handles.pop(name, None)
+                return Report(State.GONE)
 
         try:
             return await self._bounded(ask, 2 * ANSWER_S)
@@ -153,5 +162,5 @@ class RayHosts:
         try:
             async with asyncio.timeout(timeout_s):
                 return await followed.in_daemon(work)
-        except (RayError, OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
+        except Exception as error:  # also TimeoutError, which says nothing
             raise HostsError(f"Ray: {str(error) or 'it does not answer'}") from error

@@ -69,13 +69,14 @@ def decide(since: Since, targets: Targets, now: float, loads: Sequence[Load], nu
 
     now         seconds on any clock
     loads       of the engines that serve
-    num_coming  engines that have been started and do not serve yet: their effect is awaited first
+    num_coming  engines that are wanted and do not serve yet: their effect is awaited before another one is asked for
     """
-    if not loads or num_coming:
+    if not loads:
         return Since(), 0
-    ttft_s, places, grows = predicted_ttft_s(loads), taken(loads), len(loads) / max(1, len(loads) - 1)
-    asks_more = ttft_s > targets.ttft_s or places > targets.full
-    asks_fewer = len(loads) > 1 and ttft_s * grows < targets.ttft_s / 2 and places * grows < targets.spare
+    num_left = len(loads) + num_coming - 1
+    ttft_s, places, grows = predicted_ttft_s(loads), taken(loads), len(loads) / max(1, num_left)
+    asks_more = not num_coming and (ttft_s > targets.ttft_s or places > targets.full)
+    asks_fewer = num_left > 0 and ttft_s * grows < targets.ttft_s / 2 and places * grows < targets.spare
     more = (now if since.more is None else since.more) if asks_more else None
     fewer = (now if since.fewer is None else since.fewer) if asks_fewer else None
     if more is not None and now - more >= targets.up_after_s:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import json
 import os
+import re
 import signal
 import stat
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +25,10 @@ from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.fleet import control
 from pagoda_server.fleet.driver import Driver, FleetError, HostsError
 from pagoda_server.fleet.folder import CONTROL, MEMBERS, FleetFolder
-from pagoda_server.fleet.host import Host, Report
+from pagoda_server.fleet.host import Host, Report, State
 from pagoda_server.settings.fleet import Bounds, FleetConfig
 from tests.end_to_end.asking import Answer, request
-from tests.servers import running_server
+from tests.servers import ROOT, running_server
 
 pytestmark = pytest.mark.thorough
 WAIT_S = 120.0
@@ -77,7 +82,9 @@ class HereHosts:
         self._host(name).drain()
 
     async def report(self, name: str) -> Report | None:
-        return None if self.is_silent or name in self.waiting else Report.of(self._host(name).report())
+        if self.is_silent or name in self.waiting:
+            return None
+        return Report.of(self.placed[name].report()) if name in self.placed else Report(State.GONE)
 
     def lose(self, name: str) -> None:
         """Lose a host's machine, and have another one take its place."""
@@ -164,15 +171,25 @@ async def test_a_fleet_serves_with_its_own_certificates_and_leaves_nothing(tmp_p
     assert FleetFolder(folder).members() == {}
 
 
-async def test_an_engine_that_dies_and_one_whose_machine_is_lost_are_replaced(tmp_path: Path, hosts: HereHosts) -> None:
-    async with driving(tmp_path, hosts, engines="2") as driver:
-        await until_serving(driver, "engine-1", "engine-2")
+async def test_engines_whose_process_machine_or_host_is_lost_are_replaced(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="3") as driver:
+        await until_serving(driver, "engine-1", "engine-2", "engine-3")
         before = FleetFolder(tmp_path).members()
         os.kill(hosts.placed["engine-1"].report()["pid"], signal.SIGKILL)
         hosts.lose("engine-2")
+        hosts.placed.pop("engine-3").close()
         await until(lambda: not set(before.values()) & set(FleetFolder(tmp_path).members().values()))
-        await until_serving(driver, "engine-1", "engine-2")
+        await until_serving(driver, "engine-1", "engine-2", "engine-3")
         assert (await driver.answer("status", ""))["engines"][1]["node"] == "elsewhere"
+
+
+async def test_an_engine_that_hangs_is_ended_and_replaced(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="1", hang_timeout_s=2.0) as driver:
+        await until_serving(driver, "engine-1")
+        pid = hosts.placed["engine-1"].report()["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: "engine-1" in hosts.placed and hosts.placed["engine-1"].report()["pid"] not in (0, pid))
+        await until_serving(driver, "engine-1")
 
 
 async def test_a_silent_cluster_changes_no_member_and_breaks_no_stream(tmp_path: Path, hosts: HereHosts) -> None:
@@ -302,3 +319,43 @@ async def test_a_wrong_command_is_refused_in_words(tmp_path: Path, hosts: HereHo
 def test_bounds_are_a_number_or_a_range() -> None:
     assert Bounds.of("3") == Bounds(3, 3)
     assert str(Bounds.of("1..4")) == "1..4"
+
+
+async def command(*arguments: str) -> tuple[int, str, str]:
+    """The exit code of `pagoda fleet` with these arguments, and what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pagoda_server.cli", "fleet", *arguments, stdout=PIPE, stderr=PIPE, cwd=ROOT
+    )
+    printed, errors = await process.communicate()
+    return process.returncode or 0, printed.decode(), errors.decode()
+
+
+async def test_the_commands_show_and_change_a_fleet(tmp_path: Path, hosts: HereHosts) -> None:
+    folder = f"--folder={tmp_path}"
+    assert (await command("status", folder))[0] == 2, "no driver runs"
+    async with driving(tmp_path, hosts, engines="1") as driver:
+        await until_serving(driver, "engine-1")
+        code, printed, _ = await command("status", folder)
+        assert code == 0
+        assert re.search(r"^engine-1 +serving +here +127\.0\.0\.1:\d+ ", printed, re.MULTILINE), printed
+        (engine,) = json.loads((await command("status", "--json", folder))[1])["engines"]
+        assert (engine["name"], engine["state"], engine["sequences"]) == ("engine-1", "serving", 0)
+        assert await command("scale", "0", folder) == (0, "0 engines are wanted, of 0\n", "")
+        await until(lambda: not driver.engines)
+        code, _, errors = await command("drain", "engine-1", folder)
+        assert code == 1
+        assert "there is no engine 'engine-1'" in errors
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+async def test_a_fleet_without_ray_says_what_to_install(tmp_path: Path) -> None:
+    code, _, errors = await command("--model=synthetic", f"--folder={tmp_path / 'fleet'}")
+    assert code == 2
+    assert "pip install 'pagoda-server[ray]'" in errors
+
+
+async def test_settings_that_a_fleet_decides_itself_are_refused() -> None:
+    code, _, errors = await command("--channel-token-file=token")
+    assert code == 2
+    assert "--channel-token-file: a fleet makes its own certificates and token in --folder" in errors
+    assert "--engines must have at least one engine" in (await command("--engines=0..3"))[2]

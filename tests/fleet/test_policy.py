@@ -68,6 +68,12 @@ def test_a_fleet_shrinks_once_one_engine_fewer_has_been_enough_for_long_enough()
     assert after(1000, engines(3, 10, 0.7 * 3 * RATE)) == 0, "two would let prompts wait for half of the target"
 
 
+def test_an_engine_that_does_not_come_is_given_up_once_it_is_not_needed() -> None:
+    assert after(TARGETS.down_after_s - 1, engines(2, 10), num_coming=1) == 0
+    assert after(TARGETS.down_after_s, engines(2, 10), num_coming=1) == -1
+    assert after(1000, engines(2, 0.7 * 2 * PLACES), num_coming=1) == 0, "two have too many of their places taken"
+
+
 def test_the_last_engine_stays() -> None:
     assert after(1000, engines(1, 0)) == 0
     assert after(1000, []) == 0
