@@ -48,7 +48,7 @@ class ServingState:
     def state(self) -> control_pb2.ServerState:
         if self._admission.is_draining:
             return control_pb2.SERVER_STATE_DRAINING
-        if self._fleet.ready:
+        if any(model.engines.refusal() is None for model in self._models):
             return control_pb2.SERVER_STATE_SERVING
         if any(channel.has_been_ready for channel in self._fleet.channels):
             return control_pb2.SERVER_STATE_UNAVAILABLE
@@ -62,7 +62,7 @@ class ServingState:
         for service in INFERENCE_SERVICES:
             await self.health.set(service, serving if is_serving else not_serving)
         for model in self._models if len(self._models) > 1 else ():
-            has_engine = is_serving and bool(model.engines.ready)
+            has_engine = is_serving and model.engines.refusal() is None
             await self.health.set(f"{INFERENCE_SERVICES[1]}/{model.name}", serving if has_engine else not_serving)
         for service in OTHER_SERVICES:
             await self.health.set(service, serving)

@@ -16,7 +16,7 @@ from .resuming import Progress, continuing
 
 OUTCOMES = ("moved", "stayed")
 MOST_AT_ONCE = 2  # streams for which blocks are fetched: more would make each of them wait longer
-MOST_S = 10.0  # until an engine has the blocks of a sequence; then the stream stays where it is
+MOST_S = 60.0  # until an engine has the blocks of a sequence; then the stream stays where it is
 _IS_COMPUTED = (engine_pb2.END_REASON_STOP, engine_pb2.END_REASON_LENGTH)
 
 

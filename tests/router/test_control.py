@@ -36,7 +36,7 @@ def anyone() -> None:
     set_caller(ANYONE)
 
 
-def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) -> Any:
+def engine(is_ready: bool = True, has_been_ready: bool = True, role: str = "both", **load: float) -> Any:
     async def trace(last_s: float | None) -> list[trace_pb2.StepTracePart]:
         return [trace_pb2.StepTracePart()]
 
@@ -45,7 +45,7 @@ def engine(is_ready: bool = True, has_been_ready: bool = True, **load: float) ->
         is_ready=is_ready,
         takes_requests=is_ready,
         is_suspect=False,
-        role="both",
+        role=role,
         retry_after_s=None,
         model="m",
         has_been_ready=is_ready or has_been_ready,
@@ -98,6 +98,8 @@ async def test_server_info_has_an_entry_for_each_engine_in_whatever_state() -> N
     [
         ((engine(),), False, control_pb2.SERVER_STATE_SERVING),
         ((engine(), engine(False)), False, control_pb2.SERVER_STATE_SERVING),
+        ((engine(role="prefill"), engine(role="decode")), False, control_pb2.SERVER_STATE_SERVING),
+        ((engine(role="prefill"),), False, control_pb2.SERVER_STATE_UNAVAILABLE),
         ((engine(False),), False, control_pb2.SERVER_STATE_UNAVAILABLE),
         ((engine(False, has_been_ready=False),), False, control_pb2.SERVER_STATE_STARTING),
         ((engine(),), True, control_pb2.SERVER_STATE_DRAINING),
