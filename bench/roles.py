@@ -66,6 +66,15 @@ class Asked:
         self.first = min(self.first, now)
         self.last = now
 
+    def has_missed(self, ttft_s: float, itl_s: float) -> bool:
+        """Say, once for each request, that it misses a target: after its first token, or after its last one."""
+        is_late = self.first - self.arrived > ttft_s
+        return (
+            is_late
+            if self.made == 1
+            else self.made == self.output_len and not is_late and not self.meets(ttft_s, itl_s)
+        )
+
     def meets(self, ttft_s: float, itl_s: float) -> bool:
         tpot_s = (self.last - self.first) / max(1, self.output_len - 1)
         return self.first - self.arrived <= ttft_s and tpot_s <= itl_s
@@ -206,7 +215,7 @@ class Simulation:
         heapq.heappush(self._events, (at, next(self._numbers), engine, plan, asked))
 
     def run(self, rate: float, seconds: float, seed: int = 0) -> float:
-        """Return the part of the requests that meet their targets."""
+        """Return the part of the requests that meet their targets; 0 as soon as too many have missed them."""
         setup, rng, now = self._setup, random.Random(seed), 0.0
         asked: list[Asked] = []
         while (now := now + rng.expovariate(rate)) < seconds or len(asked) < 20:
@@ -214,6 +223,7 @@ class Simulation:
             self._push(now, None, asked=asked[-1])
         for_prompts = self.engines[: setup.prefill] or self.engines
         for_answers = self.engines[setup.prefill :]
+        may_miss = int((1 - MET) * len(asked))
         while self._events:
             now, _, engine, plan, new = heapq.heappop(self._events)
             if new is not None:
@@ -223,9 +233,12 @@ class Simulation:
             assert engine is not None, "only arrivals have none"
             if plan is not None:
                 for each, has_ended in engine.end(plan, now):
+                    may_miss -= each.has_missed(setup.ttft_s, setup.itl_s)
                     if has_ended and each.made < each.output_len:
                         decoder = min(for_answers, key=lambda other: other.cost_s)
                         self._give(decoder, each, now, each.output_len, has_begun=True)
+            if may_miss < 0:
+                return 0.0
             if plan is not None or engine.is_idle:
                 self._step(engine, now)
         return sum(each.meets(setup.ttft_s, setup.itl_s) for each in asked) / len(asked)

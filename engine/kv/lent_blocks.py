@@ -1,9 +1,9 @@
 """Cached blocks that other engines ask for, copied out of the prefix cache on the loop's thread.
 
 A block on the device is saved to a host block with the next plan, half a millisecond of copies a step or a twentieth of
-a longer one; an engine with nothing to compute saves at once. What host memory has cached is held until that plan is
-committed, because an earlier plan may still be writing it. Then the content is copied, and both are given back: nothing
-stays held while a network takes its time.
+a longer one, but 4 MB at least; an engine with nothing to compute saves at once. What host memory has cached is held
+until that plan is committed, because an earlier plan may still be writing it. Then the content is copied, and both are
+given back: nothing stays held while a network takes its time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from .host_cache import HostCache
 log = logging.getLogger("pagoda.engine")
 
 _COPY_BUDGET_S, _COPY_PART = 0.0005, 0.05  # of a step, and the part of a long one, for copies that others ask for
-_FIRST_COPIES, _MOST_COPIES = 8, 64  # blocks a step: before copies have been timed, and at most
+# A step copies so much at least, whatever it takes: copying has a cost that does not depend on the number of blocks, so
+# that few of them look slow, and would stay few.
+_LEAST_BYTES = 4 << 20
+_MOST_COPIES = 256  # blocks a step
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +88,8 @@ class LentBlocks:
             return pairs
         copy_s = self._costs.block_copy_s
         budget_s = max(_COPY_BUDGET_S, _COPY_PART * self._costs.last_step_s)
-        most = _FIRST_COPIES if not copy_s else max(1, min(int(budget_s / copy_s), _MOST_COPIES))
+        least = max(1, _LEAST_BYTES // self._rows.host_row(0).nbytes)
+        most = min(max(least, int(budget_s / copy_s) if copy_s else 0), _MOST_COPIES)
         while self._asked and len(planned) < most:
             loan = self._asked[0]
             found = self._find(loan, pairs)

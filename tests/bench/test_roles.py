@@ -37,13 +37,13 @@ def test_without_roles_nothing_moves() -> None:
 
 
 def test_over_a_slow_link_prompts_are_computed_again() -> None:
-    simulation = Simulation(replace(SETUP, bytes_per_s=1e7))
+    simulation = Simulation(replace(SETUP, bytes_per_s=1e7, itl_s=10.0))
     simulation.run(rate=2, seconds=4)
     assert simulation.engines[1].scheduler.counters.recomputed_tokens > 10 * SETUP.prompt_len
 
 
 def test_too_many_requests_miss_their_targets() -> None:
-    assert Simulation(SETUP).run(rate=200, seconds=3) < 0.5
+    assert Simulation(SETUP).run(rate=200, seconds=3) == 0
 
 
 @pytest.mark.thorough
