@@ -44,7 +44,7 @@ KV_BYTES = 131_072  # a token, of an 8B model in 16 bits
 LOAD_S = 0.0002  # a block from host memory to the device
 MET = 0.9  # the part of the requests that meets its targets at the goodput
 STEPS = 5  # of the search for it: each halves the interval
-WORKLOADS = ((512, 512), (1024, 256), (2048, 128), (4096, 64))  # prompt and output
+WORKLOADS = ((1024, 256), (2048, 128), (4096, 64), (8192, 32))  # prompt and output
 TARGETS_MS = (15, 20, 30, 60)
 WINS, LOSES = 1.1, 0.9
 
@@ -254,9 +254,14 @@ class Simulation:
 
 
 def goodput(setup: Setup, seconds: float) -> float:
-    """Search for the highest rate at which enough requests meet their targets."""
+    """Search for the highest rate at which enough requests meet their targets.
+
+    seconds  in which requests arrive; as long as two requests may take, if that is more
+    """
     machine = Machine()
-    busy_s = setup.prompt_len * machine.token_s + setup.output_len * machine.decode_s
+    seconds = max(seconds, 2 * setup.output_len * setup.itl_s)
+    busy_s = setup.prompt_len * machine.token_s
+    busy_s += setup.output_len * (machine.decode_s + machine.base_s / machine.max_num_seqs)
     low, high = 0.0, setup.engines / busy_s
     for _ in range(STEPS):
         rate = (low + high) / 2
@@ -343,7 +348,7 @@ def main(
     engines: Annotated[list[int] | None, typer.Option(help="Engines in all, 2 and 8 by default.")] = None,
     ttft_s: Annotated[float, typer.Option(help="Target for the time to the first token, in seconds.")] = 1.0,
     gb_per_s: Annotated[float, typer.Option(help="Bandwidth of the link to each decode engine.")] = 25.0,
-    seconds: Annotated[float, typer.Option(help="Simulated time in which requests arrive.")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Least simulated time in which requests arrive.")] = 5.0,
     workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
 ) -> None:
     output.mkdir(parents=True, exist_ok=True)
