@@ -120,7 +120,7 @@ class AdapterSlots:
                 assert held is not None
                 assert held.identity == adapter.identity
         assert counts == [slot.running for slot in self._slots]
-        assert all(
-            slot.adapter is not None and self._slots[number] is slot
-            for number, slot in ((number, self._slots[number]) for number in self._by_identity.values())
-        )
+        for identity, number in self._by_identity.items():
+            held = self._slots[number].adapter
+            assert held is not None
+            assert held.identity == identity
