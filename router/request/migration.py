@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pagoda.engine.v1 import engine_pb2
 
+from ...settings.request import MAX_PRIORITY
 from ..engines.channel import EngineChannel
 from ..engines.choosing import Asked
 from ..engines.fleet import Engines
@@ -104,6 +105,7 @@ class Migration:
         rehearsal = continuing(self._submit, index, ids)
         rehearsal.max_tokens, rehearsal.min_tokens = len(ids) + 1, 0
         rehearsal.ClearField("logprobs")
+        rehearsal.priority = max(-MAX_PRIORITY, rehearsal.priority - 1)  # streams that have moved go first
         if (timeout_s := self._timeout_s()) is not None:
             rehearsal.timeout_s = timeout_s
         num_tokens = len(rehearsal.prompt) + len(ids)

@@ -79,6 +79,7 @@ async def test_another_engine_computes_each_unfinished_sequence_as_it_is_before_
     assert [list(each.ids) for each in submit.outputs] == [[4, 5]]
     assert (submit.max_tokens, submit.min_tokens, submit.sampling.n, submit.sampling.seed) == (3, 0, 1, 7)
     assert not submit.HasField("logprobs")
+    assert submit.priority == -1, "streams that are there already go first"
     assert asked.lender == (source.address, 5)
     assert stream.is_closed
     assert migrations.outcomes == {"moved": 1, "stayed": 0}
