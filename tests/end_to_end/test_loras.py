@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import signal
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,7 +25,7 @@ from pagoda_server.router.adapters.protocols import kserve_pb2
 from pagoda_server.settings import EXIT_CONFIG
 from tests.end_to_end.adapter_proxy import MAX_LOADED, AdapterProxy
 from tests.end_to_end.asking import Answer, request
-from tests.servers import Server, running_engine, running_server
+from tests.servers import ROOT, Server, running_engine, running_server
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 
@@ -613,3 +614,37 @@ async def test_what_one_router_loads_and_unloads_the_others_learn_from_the_engin
         await until(a_is_two)
         await server.unload("a")
         await everywhere("b")
+
+
+async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_engine(tmp_path: Path) -> None:
+    adapter(tmp_path / "one", "one")
+    declared = ("--lora", f"first={tmp_path}/one", "--lora-dir", str(tmp_path))
+    starting = running_server(*MODEL, *declared)
+    with contextlib.ExitStack() as stack:
+        server = await asyncio.to_thread(stack.enter_context, starting)
+
+        async def pagoda(*arguments: str) -> tuple[int, str]:
+            command = (sys.executable, "-m", "pagoda_server.cli", *arguments, "--address", server.address)
+            process = await asyncio.create_subprocess_exec(
+                *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            )
+            printed, _ = await process.communicate()
+            return process.returncode or 0, printed.decode()
+
+        code, printed = await pagoda("lora", "add", "second", "one", "--pin")
+        assert (code, printed.split(":")[0]) == (0, "second"), printed
+        code, printed = await pagoda("lora", "list")
+        assert code == 0
+        assert [line.split()[:2] for line in printed.splitlines()[1:]] == [
+            ["first", "synthetic"],
+            ["second", "synthetic"],
+        ]
+        assert "pinned" in printed
+        assert (await pagoda("lora", "add", "second", "one"))[0] == 1
+        code, printed = await pagoda("lora", "add", "third", "..")
+        assert (code, "leads out of --lora-dir" in printed) == (1, True)
+        code, printed = await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
+        assert code == 0, printed
+        assert await pagoda("lora", "remove", "second") == (0, "removed second\n")
+        code, printed = await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
+        assert (code, "model: not served here" in printed) == (1, True)
