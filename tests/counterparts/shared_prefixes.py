@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -29,9 +29,9 @@ def prompts_with_shared_prefixes() -> list[str]:
     ]  # fmt: skip
 
 
-def complete(base: str, prompt: str) -> str:
+def complete(base: str, prompt: str, model: str = "synthetic") -> str:
     """Complete a prompt through an OpenAI server; return its answer."""
-    asked = {"model": "synthetic", "temperature": 0, "ignore_eos": True, "prompt": prompt, "max_tokens": 16}
+    asked = {"model": model, "temperature": 0, "ignore_eos": True, "prompt": prompt, "max_tokens": 16}
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{base}/v1/completions", json.dumps(asked).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -47,15 +47,17 @@ def hits(complete: Callable[[str], str], prompts: list[str]) -> float:
     return cached / sum(each["prompt_tokens"] for each in used)
 
 
-def hits_of_the_router(prompts: list[str]) -> tuple[float, list[int]]:
+def hits_of_the_router(
+    prompts: list[str], model: str = "synthetic", engine: Sequence[str] = SMALL_CACHE
+) -> tuple[float, list[int]]:
     """Return `hits` of a router with two engines, and the prompt tokens of each engine, the fewest first."""
     addresses = [free_address() for _ in range(2)]
     with (
-        running_engine(addresses[0], *SMALL_CACHE),
-        running_engine(addresses[1], *SMALL_CACHE),
-        running_server("--model", "synthetic", "--engine", ",".join(addresses), "--http", "127.0.0.1:0") as router,
+        running_engine(addresses[0], *engine),
+        running_engine(addresses[1], *engine),
+        running_server("--model", model, "--engine", ",".join(addresses), "--http", "127.0.0.1:0") as router,
     ):
-        found = hits(lambda prompt: complete(router.http, prompt), prompts)
+        found = hits(lambda prompt: complete(router.http, prompt, model), prompts)
         with grpc.insecure_channel(router.address) as channel:
             engines = control_pb2_grpc.ControlStub(channel).GetLoad(control_pb2.GetLoadRequest()).engines
     return found, sorted(engine.prompt_tokens for engine in engines)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,20 @@ BLOCK_SIZE = 4  # of the synthetic model
 
 
 class RadixRouter:
-    """Sends each prompt to the server that has most of it, and of those that have as much to the one with fewest."""
+    """Sends each prompt to the server that has most of it, and of those that have as much to the one with fewest.
 
-    def __init__(self, tree: subprocess.Popen[str], servers: tuple[Server, ...]) -> None:
+    model, tokens  what the servers serve, and its tokens of a text
+    """
+
+    def __init__(
+        self,
+        tree: subprocess.Popen[str],
+        servers: tuple[Server, ...],
+        model: str = "synthetic",
+        tokens: Callable[[str], list[int]] = lambda text: list(text.encode()),
+    ) -> None:
+        self._model = model
+        self._tokens = tokens
         self._tree = tree
         self._servers = servers
         self._running = [0] * len(servers)
@@ -63,11 +74,11 @@ class RadixRouter:
 
     def complete(self, prompt: str) -> str:
         with self._choosing:
-            found = self.ask(find=list(prompt.encode()))
+            found = self.ask(find=self._tokens(prompt))
             engine = max(range(len(self._servers)), key=lambda at: (found.get(str(at), 0), -self._running[at]))
             self._running[engine] += 1
         try:
-            return complete(self._servers[engine].http, prompt)
+            return complete(self._servers[engine].http, prompt, self._model)
         finally:
             with self._choosing:
                 self._running[engine] -= 1
@@ -78,17 +89,20 @@ def unsigned(hash: int) -> int:
 
 
 @contextlib.contextmanager
-def radix_router(*servers: Server) -> Iterator[RadixRouter]:
+def radix_router(*servers: Server, block_size: int = BLOCK_SIZE, **model: Any) -> Iterator[RadixRouter]:
+    """
+    model  see RadixRouter
+    """
     python = python_with("dynamo", "ai-dynamo-runtime==1.6.1")
     script = Path(__file__).parent / "radix_tree.py"
     with contextlib.ExitStack() as stack:
         tree = stack.enter_context(
             subprocess.Popen(
-                [python, script, str(BLOCK_SIZE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [python, script, str(block_size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         )
         stack.callback(tree.kill)
-        router = RadixRouter(tree, servers)
+        router = RadixRouter(tree, servers, **model)
         for engine, server in enumerate(servers):
             channel = stack.enter_context(grpc.insecure_channel(server.address))
             subscribe = channel.unary_stream(
