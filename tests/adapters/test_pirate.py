@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from pagoda import Client
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings.engine import EngineConfig
 from tests.engine.lora import with_adapter
 from tests.engine.tiny_models import ShuffledBlocks, generate, next_chunk, step
+from tests.servers import running_server
 
 PIRATE = Path(__file__).parent / "pirate"
 ASKED = "<|im_start|>user\nWhat is the capital of Sweden?<|im_end|>\n<|im_start|>assistant\n"
@@ -34,3 +36,16 @@ def test_a_pirate_answers_beside_the_model_itself(default_model_folder: Path) ->
     assert "Stockholm" in plain
     assert "Arr" not in plain
     assert tokenizer.decode(alone)[:20] == plain[:20]
+
+
+@pytest.mark.thorough
+def test_a_server_answers_as_a_pirate_where_it_is_asked_to(default_model_folder: Path) -> None:
+    question = "What is the capital of Sweden?"
+    with (
+        running_server("--model", str(default_model_folder), "--lora", f"pirate={PIRATE}") as server,
+        Client(server.address) as client,
+    ):
+        plain = client.answer(question, temperature=0, max_tokens=COUNT).text
+        said = client.answer(question, temperature=0, max_tokens=COUNT, model="pirate").text
+    assert said.startswith("Arr"), said
+    assert "Arr" not in plain

@@ -35,8 +35,9 @@ def make_serve() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(default_model_folder: Path) -> Iterator[Server]:
-    # docs/clients.md names --tool-format for the program that calls a tool.
-    with running_server(*make_serve(), "--tool-format", "hermes") as server:
+    # docs/clients.md names --tool-format for the program that calls a tool, docs/models.md the adapter.
+    pirate = f"pirate={ROOT / 'tests/adapters/pirate'}"
+    with running_server(*make_serve(), "--tool-format", "hermes", "--lora", pirate) as server:
         yield server
 
 
