@@ -3,7 +3,8 @@
 A slot whose adapter has no running sequence goes to the next adapter that needs one, the least recently used first.
 While all are in use, a sequence waits, and others overtake it. Once it has waited for PATIENCE_S one slot is drained:
 no further sequence of that slot's adapter starts until the slot has gone to the one that waits. Without this it would
-wait for as long as others arrive.
+wait for as long as others arrive. Only the next in line may have a drained slot before it: a sequence of a higher rank
+that had to wait for the other one to start would let neither of them start.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ class AdapterSlots:
         self._drained: int | None = None
         self._drained_for: Sequence | None = None  # the sequence that gets the drained slot
 
-    def has_place(self, seq: Sequence) -> bool:
-        """Say whether a waiting sequence can start, as far as its adapter is concerned; note it if it cannot."""
+    def has_place(self, seq: Sequence, *, is_next: bool) -> bool:
+        """Say whether a waiting sequence can start, as far as its adapter is concerned; note it if it cannot.
+
+        is_next  whether it is the next in line
+        """
         adapter = seq.request.adapter
         if adapter is None:
             return True
-        if self._place(adapter, seq) is not None:
+        if self._place(adapter, seq) is not None or (is_next and self._any_place(adapter) is not None):
             return True
         now = self._clock()
         if now - seq.account.waits_for_adapter(now) >= PATIENCE_S:
@@ -59,6 +63,8 @@ class AdapterSlots:
         if adapter is None:
             return -1
         number = self._place(adapter, seq)
+        if number is None:
+            number = self._any_place(adapter)
         assert number is not None, "has_place() comes before"
         slot = self._slots[number]
         if slot.adapter is None or slot.adapter.identity != adapter.identity:
@@ -90,12 +96,20 @@ class AdapterSlots:
             return None if is_for_others else number
         if self._drained_for is seq and self._drained is not None:
             return self._drained if not self._slots[self._drained].running else None
-        free = [
-            number
-            for number, slot in enumerate(self._slots)
-            if not slot.running and number != self._drained and not (slot.adapter and slot.adapter.is_pinned)
-        ]
-        return min(free, key=lambda number: self._slots[number].last_use, default=None)
+        return self._least_recently_used([number for number in self._free if number != self._drained])
+
+    def _any_place(self, adapter: Adapter) -> int | None:
+        """Return the slot that the adapter has, or the one that it can get, whoever one is drained for."""
+        number = self._by_identity.get(adapter.identity)
+        return self._least_recently_used(self._free) if number is None else number
+
+    @property
+    def _free(self) -> list[int]:
+        slots = enumerate(self._slots)
+        return [number for number, slot in slots if not slot.running and not (slot.adapter and slot.adapter.is_pinned)]
+
+    def _least_recently_used(self, numbers: list[int]) -> int | None:
+        return min(numbers, key=lambda number: self._slots[number].last_use, default=None)
 
     def _drain_for(self, seq: Sequence) -> None:
         """Drain the slot with the fewest running sequences, of those that can be had, unless one is drained already."""

@@ -391,7 +391,8 @@ class Scheduler:
 
     def _in_line(self) -> Iterator[Sequence]:
         """Yield the next in line, and those of equal standing behind it, whose adapters have a place."""
-        return (seq for seq in islice(self.waiting.in_line(), OVERTAKING) if self._adapters.has_place(seq))
+        line = enumerate(islice(self.waiting.in_line(), OVERTAKING))
+        return (seq for at, seq in line if self._adapters.has_place(seq, is_next=not at))
 
     def _start(self, seq: Sequence) -> bool:
         """Give a waiting sequence a place and blocks for all its tokens; return False if there are too few."""

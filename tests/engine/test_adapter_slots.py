@@ -103,3 +103,16 @@ def test_siblings_share_their_adapter_and_its_prompt() -> None:
     for seq in seqs:
         assert engine.outputs[seq.id] == engine.expected(seq)
     assert engine.scheduler.counters.prompt_tokens == 9
+
+
+def test_a_slot_that_is_drained_for_one_sequence_holds_up_none_of_a_higher_rank() -> None:
+    """It would wait for the other to start, which stands behind it."""
+    engine = SteppedEngine(adapter_slots=1, policy="priority")
+    running, waiting = add(engine, A, max_tokens=100), add(engine, B)
+    while engine.now <= 2 * PATIENCE_S:
+        engine.step()
+    higher = add(engine, C, priority=1)
+    engine.abort(running.id)
+    engine.run()
+    for seq in (waiting, higher):
+        assert engine.outputs[seq.id] == engine.expected(seq)
