@@ -1,4 +1,4 @@
-"""The driver of a fleet: keeps as many engines as wanted, and tells routers which they are by a file.
+"""The driver of a fleet: keeps as many engines as wanted, and names them to routers in a file.
 
 It sees engines as routers do, through channels of its own on which it sends no requests, and asks their hosts for the
 rest. A host that does not answer changes nothing: its engine stays a member until it is known to have ended.

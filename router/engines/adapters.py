@@ -112,7 +112,7 @@ class Adapters:
             self._begin(self._restore(engine))
 
     def _drop(self, name: str) -> None:
-        """Forget what a name means: an engine has been told to. Another one may still hold what it meant before."""
+        """Forget what a name means: an engine has been asked to. Another one may still hold what it meant before."""
         gone = self.known[name]
         self._forget(name)
         for engine in self._engines.ready:

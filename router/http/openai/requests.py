@@ -48,7 +48,7 @@ _NEEDLESS = {  # fields that may only ask for what the server does anyway
 class Asked:
     """What an answer has to be like.
 
-    has_timings      the answer's end tells how long its parts took
+    has_timings      the answer's end says how long its parts took
     logprobs         None: none; 0: of each token; N: also of the N most likely
     is_echo          a completion begins with its prompt
     is_resumable     a stream's events have ids, and its client may go on from any of them
