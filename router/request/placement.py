@@ -185,5 +185,6 @@ class Placement:
     ) -> None:
         if self._migration is not None:
             self._migration.close()
+            self._migration = None  # it refers to this, and the garbage collector would have to find the cycle
         for each in (self.stream, *self._left):
             each.close()
