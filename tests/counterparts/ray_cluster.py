@@ -7,6 +7,7 @@ the head's GCS. Each is answered by the ids of the nodes that are left.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from ray.cluster_utils import Cluster
@@ -15,7 +16,11 @@ CPUS = 4
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 
+NOTES = Path("/tmp/ray")  # where Ray notes the cluster's address, wherever its own folder is, and does not make
+
+
 def main(folder: str) -> None:
+    NOTES.mkdir(exist_ok=True)
     cluster: Any = Cluster(
         initialize_head=True,
         head_node_args={
