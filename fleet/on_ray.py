@@ -49,7 +49,7 @@ class RayHosts:
     """
 
     def __init__(self, config: FleetConfig) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what runs here is nobody else's business
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report what runs here to its makers
         os.environ.setdefault(PATIENCE, "86400")
         options: dict[str, Any] = {"address": config.ray}
         if config.ray == LOCAL:

@@ -55,7 +55,7 @@ def kv_events(
 ) -> None:
     """Publish what a running server has cached over ZeroMQ, as vLLM does, for llm-d and others.
 
-    A new subscriber is sent everything that is cached, and so are those that are there already.
+    For each new subscriber, everything that is cached is published again, to all of them.
     """
     try:
         import msgspec  # noqa: F401
@@ -116,7 +116,7 @@ class _Relay:
         self._receive()
         try:
             while True:
-                await self._is_asked.wait()  # engines report to nobody meanwhile
+                await self._is_asked.wait()  # without subscribers, engines need not report
                 self._is_asked.clear()
                 await self._follow_until_asked()
                 await asyncio.sleep(PAUSE_S)
@@ -124,7 +124,7 @@ class _Relay:
             loop.remove_reader(self._socket.getsockopt(zmq.FD))
 
     def _receive(self) -> None:
-        """Note who has subscribed. The file descriptor reports a change, not how many messages there are."""
+        """Read all messages that are there: the file descriptor becomes readable once, for any number of them."""
         import zmq
 
         with contextlib.suppress(zmq.Again):

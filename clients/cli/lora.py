@@ -19,7 +19,7 @@ def add(
     path: Annotated[str, typer.Argument(help="Folder of PEFT or GGUF file, in the server's --lora-dir.")],
     model: Annotated[str, typer.Option(help="Name of the model, where the server has several.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Take the place of an adapter of this name.")] = False,
-    pin: Annotated[bool, typer.Option("--pin", help="Keep it on the device, however long nobody names it.")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep it on the device, even while no request uses it.")] = False,
     address: Address = DEFAULT_ADDRESS,
     token: Token = None,
     tls: Tls = False,

@@ -99,7 +99,7 @@ class AdapterSlots:
         return self._least_recently_used([number for number in self._free if number != self._drained])
 
     def _any_place(self, adapter: Adapter) -> int | None:
-        """Return the slot that the adapter has, or the one that it can get, whoever one is drained for."""
+        """Return the slot that the adapter has or can get, even one that is drained for another sequence."""
         number = self._by_identity.get(adapter.identity)
         return self._least_recently_used(self._free) if number is None else number
 

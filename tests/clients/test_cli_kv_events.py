@@ -19,7 +19,7 @@ import zmq
 from pagoda.v1 import admin_pb2, admin_pb2_grpc
 from pagoda_server.cli.kv_events import as_vllm
 from pagoda_server.router.adapters.protocols import smg_common_pb2 as smg
-from tests.router.adapters.test_kv_events import BLOCK, SYNTHETIC, complete
+from tests.router.adapters.test_kv_events import BLOCK, SYNTHETIC, complete, has_chain
 from tests.servers import free_address, running_server
 
 ONE, TWO = b"the first prompt of several", b"another prompt that comes later"
@@ -67,13 +67,7 @@ class Subscriber:
             self.take()
 
     def has(self, prompt: bytes) -> bool:
-        tokens, before = list(prompt), None
-        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            entry = (before, tokens[start : start + BLOCK])
-            before = next((key for key, block in self.blocks.items() if block == entry), None)
-            if before is None:
-                return False
-        return True
+        return has_chain(self.blocks, prompt)
 
 
 @contextlib.contextmanager

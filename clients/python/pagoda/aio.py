@@ -280,7 +280,7 @@ class AsyncClient:
         path     in the server's --lora-dir
         model    that it adapts; "" is the first one
         replace  take the place of an adapter of this name
-        pinned   keep it on the device, however long nobody names it
+        pinned   keep it on the device, even while no request uses it
         """
         request = load_lora_request(name, path, model, replace, pinned)
         response: admin_pb2.LoadLoraResponse = await self._call(self._admin.LoadLora, request)

@@ -289,7 +289,7 @@ class Client:
         path     in the server's --lora-dir
         model    that it adapts; "" is the first one
         replace  take the place of an adapter of this name
-        pinned   keep it on the device, however long nobody names it
+        pinned   keep it on the device, even while no request uses it
         """
         request = load_lora_request(name, path, model, replace, pinned)
         response: admin_pb2.LoadLoraResponse = self._call(self._admin.LoadLora, request)

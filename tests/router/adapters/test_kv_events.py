@@ -68,14 +68,21 @@ class Index:
             self.take()
 
     def has(self, prompt: bytes) -> bool:
-        """Whether the chain of the prompt's full blocks is there."""
-        tokens, before = list(prompt), None
-        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            entry = (before, tokens[start : start + BLOCK])
-            before = next((key for key, block in self.blocks.items() if block == entry), None)
-            if before is None:
-                return False
-        return True
+        return has_chain(self.blocks, prompt)
+
+
+def has_chain(blocks: dict[int, tuple[int | None, list[int]]], prompt: bytes) -> bool:
+    """Whether the chain of the prompt's full blocks is there.
+
+    blocks  by hash: the hash before it, and its tokens
+    """
+    tokens, before = list(prompt), None
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        entry = (before, tokens[start : start + BLOCK])
+        before = next((key for key, block in blocks.items() if block == entry), None)
+        if before is None:
+            return False
+    return True
 
 
 @pytest.fixture

@@ -292,7 +292,7 @@ type LoadLoraRequest struct {
 	Model string `protobuf:"bytes,3,opt,name=model,proto3" json:"model,omitempty"`
 	// Take the place of an adapter of this name. Requests that run finish with the former one.
 	Replace bool `protobuf:"varint,4,opt,name=replace,proto3" json:"replace,omitempty"`
-	// Keep it on the device, however long nobody names it, once it is there.
+	// Once it is on the device, keep it there, even while no request uses it.
 	Pinned bool `protobuf:"varint,5,opt,name=pinned,proto3" json:"pinned,omitempty"`
 }
 

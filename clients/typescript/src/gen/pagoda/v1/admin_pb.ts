@@ -145,7 +145,7 @@ export type LoadLoraRequest = Message<"pagoda.v1.LoadLoraRequest"> & {
   replace: boolean;
 
   /**
-   * Keep it on the device, however long nobody names it, once it is there.
+   * Once it is on the device, keep it there, even while no request uses it.
    *
    * @generated from field: bool pinned = 5;
    */
