@@ -158,7 +158,7 @@ class _Relay:
         import grpc
 
         from pagoda.connection import CHANNEL_OPTIONS, call_metadata, credentials
-        from pagoda.errors import error_from
+        from pagoda.errors import Unavailable, error_from
         from pagoda_server.router.adapters.protocols import smg_common_pb2 as smg
 
         secret = credentials(self._tls)
@@ -178,6 +178,7 @@ class _Relay:
                     self._send([each for event in batch.events for each in as_vllm(event)], batch.timestamp)
             except grpc.RpcError as error:
                 raise error_from(error) from None
+        raise Unavailable("it ended the stream of events", grpc.StatusCode.UNAVAILABLE)
 
     def _send(self, events: list[list[Any]], timestamp: float) -> None:
         """Hand a batch to all subscribers. One that is far behind misses some, and sees it by the number."""
