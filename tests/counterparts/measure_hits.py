@@ -40,7 +40,7 @@ def hits_of_smg(asked: list[str], folder: Path) -> float:
     with (
         running_server(*ENGINE) as first,
         running_server(*ENGINE) as second,
-        running_gateway(folder / "log", first, second) as gateway,
+        running_gateway(folder / "log", first, second, model=DEFAULT_MODEL) as gateway,
     ):
         return hits(partial(complete, gateway.base, model=DEFAULT_MODEL), asked)
 

@@ -34,19 +34,20 @@ from tests.servers import Server, running_server
 
 pytestmark = pytest.mark.counterpart
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
-GREEDY = {"model": "synthetic", "temperature": 0, "ignore_eos": True}
+GREEDY = {"temperature": 0, "ignore_eos": True}
 START_S = 60.0
 
 
 class Gateway:
-    def __init__(self, port: int, log: Path) -> None:
+    def __init__(self, port: int, log: Path, model: str) -> None:
         self.base = f"http://127.0.0.1:{port}"
         self.log = log
+        self._model = model
 
     def post(self, path: str, **body: Any) -> str:
         request = urllib.request.Request(
             f"{self.base}{path}",
-            json.dumps(GREEDY | body).encode(),
+            json.dumps(GREEDY | {"model": self._model} | body).encode(),
             {"content-type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -76,7 +77,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_gateway(log: Path, *servers: Server) -> Iterator[Gateway]:
+def running_gateway(log: Path, *servers: Server, model: str = "synthetic") -> Iterator[Gateway]:
     """A gateway that knows the servers' addresses alone: it asks them for the model and its tokenizer."""
     port = free_port()
     command = [python_with(*SMG).parent / "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
@@ -87,7 +88,7 @@ def running_gateway(log: Path, *servers: Server) -> Iterator[Gateway]:
         subprocess.Popen([*command, *options, *workers], stdout=output, stderr=output) as process,
     ):
         try:
-            gateway, deadline = Gateway(port, log), time.monotonic() + START_S
+            gateway, deadline = Gateway(port, log, model), time.monotonic() + START_S
             while not gateway.is_ready(len(servers)):
                 assert process.poll() is None, log.read_text()[-4000:]
                 assert time.monotonic() < deadline, log.read_text()[-4000:]
