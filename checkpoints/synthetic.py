@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
 from .cache import Cache
 from .folder import write_json
 from .progress import Progress
@@ -29,6 +27,8 @@ def obtain_synthetic_model(cache: Cache, progress: Progress) -> Path:
 
 
 def _write(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # only now: other models need none
+
     vocab = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

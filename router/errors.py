@@ -13,15 +13,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from pagoda.v1 import control_pb2
 
+from .config_error import ConfigError as ConfigError
+
 logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "pagoda"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 INTERNAL_MESSAGE = "internal error; the server's log has the details"
-
-
-class ConfigError(Exception):
-    """A setting, model or file that cannot work. Reported once at start, never retried."""
 
 
 class PagodaError(Exception):

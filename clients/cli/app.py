@@ -18,6 +18,7 @@ from pagoda_server.cli.lora import lora
 from pagoda_server.cli.models import list_present, models, pull, remove
 from pagoda_server.cli.plan import plan
 from pagoda_server.cli.run import run
+from pagoda_server.cli.serve import serve
 from pagoda_server.cli.token import token
 from pagoda_server.cli.top import top
 from pagoda_server.cli.trace import trace
@@ -46,16 +47,7 @@ def _options(
 ) -> None: ...
 
 
-def _serve(config: ServeConfig) -> int:
-    """Serve a model: start a router, and an engine that it supervises unless --engine gives the address of one."""
-    from pagoda_server.cli.terminal import shown_progress
-    from pagoda_server.router.process.main import serve
-
-    with shown_progress() as progress:
-        return serve(config, progress)
-
-
-app.command("serve")(command(ServeConfig, _serve))
+app.command("serve")(command(ServeConfig, serve))
 app.command()(generate)
 app.command()(chat)
 app.command()(run)

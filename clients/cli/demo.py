@@ -22,8 +22,9 @@ from pagoda.aio import AsyncClient
 from pagoda.errors import PagodaError
 from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
 from pagoda_server.cli import INTERRUPTED
+from pagoda_server.cli.progress import shown_progress
 from pagoda_server.cli.server_process import ServerError, ServerProcess, wait_shown
-from pagoda_server.cli.terminal import StreamMeter, shown_progress
+from pagoda_server.cli.terminal import StreamMeter
 
 # -- the streams on the screen -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagoda_server.cli.terminal import errors_reported, shown_progress
+from pagoda_server.cli.progress import shown_progress
+from pagoda_server.cli.terminal import errors_reported
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagoda_server.cli.models import Name, settle_terms
-from pagoda_server.cli.terminal import errors_reported, print_error, shown_progress
+from pagoda_server.cli.progress import shown_progress
+from pagoda_server.cli.terminal import errors_reported, print_error
 
 if TYPE_CHECKING:
     from rich.table import Table

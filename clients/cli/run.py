@@ -15,6 +15,7 @@ import typer
 from pagoda_server.cli.chat import converse
 from pagoda_server.cli.generate import read_standard_input, write_stream
 from pagoda_server.cli.models import AcceptTerms, Name, settle_terms
+from pagoda_server.cli.progress import shown_progress
 from pagoda_server.cli.terminal import (
     DEFAULT_ADDRESS,
     Address,
@@ -24,7 +25,6 @@ from pagoda_server.cli.terminal import (
     errors_reported,
     print_ending,
     print_error,
-    shown_progress,
     with_sampling_options,
 )
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 from ...channel.address import host_of
 from ...runtime.channel_trust import Certificates, ChannelTrust, TrustError
 from ...settings import RouterSettings
-from ..errors import ConfigError
+from ..config_error import ConfigError
 from .refusals import Reason
 
 TIMEOUT_S = 5.0

@@ -21,10 +21,8 @@ from ...runtime.logs import start_logging
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
 from ...settings.router import SPAWN, named_models
 from ...settings.sources import misspelt_variables
+from ..config_error import ConfigError
 from ..engines.handshake import channel_trust
-from ..errors import ConfigError
-from ..tenants.identity import read_tenants
-from .call_guard import GRPC_LOGGER, is_worth_logging
 from .parent import ParentLink
 from .public_port import check_exposure
 from .supervisor import ChildFailedError
@@ -69,6 +67,8 @@ def check(config: ServeConfig) -> None:
 
         import_traces()
     if config.tenants_file:
+        from ..tenants.identity import read_tenants
+
         read_tenants(Path(config.tenants_file))
 
 
@@ -77,6 +77,8 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
 
     def run() -> None:
         if config.serve.tenants_file:
+            from ..tenants.identity import read_tenants
+
             tenants = Path(config.serve.tenants_file)
             wait_until_read("its tenants", [tenants], partial(read_tenants, tenants), ConfigError, log)
         trust = ChannelTrust(config.serve, is_engine=False)
@@ -98,7 +100,6 @@ def _check_engine_is_installed(config: ServeConfig) -> None:
 
 def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
     start_logging(config)
-    logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
     try:
         run()
     except (SettingError, ConfigError, CheckpointError) as error:

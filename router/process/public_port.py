@@ -10,14 +10,16 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from ...channel.address import host_of, is_local, is_unix
 from ...channel.listening import CLIENTS_KEEPALIVE, GrpcPort
 from ...settings import ServeConfig
 from ...settings.router import AUTH_TOKEN_VARIABLE
-from ..errors import ConfigError
+from ..config_error import ConfigError
+
+if TYPE_CHECKING:
+    import grpc
 
 log = logging.getLogger("pagoda.router")
 
@@ -141,6 +143,8 @@ def _credentials(certificate: str, key: str) -> grpc.ServerCredentials:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_ciphers("ALL:@SECLEVEL=0")  # gRPC refuses weak keys itself
         context.load_cert_chain(certificate, key, password=lambda: "")
+    import grpc  # only now: an engine is started before it
+
     return grpc.ssl_server_credentials([pair])
 
 

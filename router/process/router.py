@@ -40,6 +40,7 @@ from ..tenants.identity import Identities, Tenants, TenantsFile
 from ..tenants.ledger import OwnLedger, SharedLedger
 from ..tenants.quotas import Quotas
 from ..text.tokenizer import Tokenizer
+from .call_guard import GRPC_LOGGER, is_worth_logging
 from .control import ServingState
 from .parent import Parent
 from .ports import Ports, Served
@@ -90,6 +91,7 @@ class Router:
         replaces: bool = False,
         is_alone: bool = False,
     ) -> None:
+        logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._config = config
         self._folders = folders
         self._tokenizers = {name: Tokenizer(folder) for name, folder in folders.items()}

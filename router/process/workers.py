@@ -25,7 +25,7 @@ from ...channel.address import is_unix
 from ...runtime import event_loop
 from ...settings import ServeConfig
 from ...settings.setting import flag
-from ..errors import ConfigError
+from ..config_error import ConfigError
 from .announce import Announcer
 from .parent import ENGINE_HANGS, ENGINE_READY, RETIRE, SERVES, STARTS, OwnParent, Parent
 from .public_port import longest_age_s, reserved_port

@@ -17,7 +17,7 @@ from pagoda_server.settings.__main__ import page
 from pagoda_server.settings.command_line import command
 from pagoda_server.settings.engine import StepLimits
 from pagoda_server.settings.setting import Settings, setting
-from pagoda_server.settings.sources import environment_without_settings, misspelt_variables
+from pagoda_server.settings.sources import environment_without_settings, misspelt_variables, plain_settings
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -202,6 +202,35 @@ def test_a_spawned_engine_reads_its_settings_back_from_its_arguments(told: Serve
     engine = parsed(EngineConfig, *told.engine_arguments(Path("/folder"), "unix:/e"))
     expected = {field.name: getattr(told, field.name) for field in fields(EngineSettings)}
     assert engine == EngineConfig(**(expected | {"model": "/folder", "listen": "unix:/e"}))
+
+
+def test_a_plain_command_line_is_read_without_a_parser_as_the_parser_reads_it(told: ServeConfig) -> None:
+    arguments = told.engine_arguments(Path("/folder"), "unix:/e")
+    assert plain_settings(arguments, EngineConfig) == parsed(EngineConfig, *arguments)
+    apart = ("--cups", "3", "--degrees=70", "--no-is-loud", "--is-new", "--label", "a = b")
+    assert plain_settings(apart, Kettle) == parsed(Kettle, *apart)
+    assert plain_settings((), Kettle) == Kettle()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("--help",), ("--config=x",), ("3",), ("--cups",), ("--cups", "--is-new"), ("--cups", "-1"), ("--cups=no",)),
+        *(("--cups=9",), ("--cups=1", "--cups=2"), ("--is-new=1",), ("--no-cups=1",), ("--is_new",), ("-cups=1",)),
+    ],
+)
+def test_whatever_else_a_command_line_has_is_left_to_the_parser(arguments: tuple[str, ...]) -> None:
+    assert plain_settings(arguments, Kettle) is None
+
+
+def test_a_value_that_is_no_choice_is_left_to_the_parser() -> None:
+    assert plain_settings(("--device=cpu",), EngineConfig) == EngineConfig(device="cpu")
+    assert plain_settings(("--device=oven",), EngineConfig) is None
+
+
+def test_a_setting_in_the_environment_is_left_to_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_LABEL", "Ann")
+    assert plain_settings((), Kettle) is None
 
 
 def test_clients_are_told_what_is_in_effect_and_nothing_private() -> None:
