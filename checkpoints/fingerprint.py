@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .folder import CheckpointError, linked_gguf, quoted, read_config, weight_files
-from .safetensors_header import read_header
+from .safetensors_header import header_of
 
 PIECES, PIECE_BYTES = 4, 64  # of each tensor, from its first byte to its last: other weights differ in some of them
 
@@ -33,18 +33,20 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def _of_gguf(path: Path) -> Iterator[bytes]:
-    from .gguf_file import GgufFile  # only now: an engine without weights needs no NumPy
+    from .gguf_file import open_gguf  # only now: an engine without weights needs no NumPy
 
-    for tensor in GgufFile(path).tensors.values():
+    file = open_gguf(path)
+    for tensor in file.tensors.values():
         data = tensor.data.reshape(-1)
         pieces = (data[start : start + PIECE_BYTES].tobytes() for start in _starts(data.size))
         yield _described(tensor.name, tensor.kind, tensor.shape) + b"".join(pieces)
+        file.mapped.release(data)
 
 
 def _of_safetensors(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb", buffering=0) as file:
-            for entry in read_header(path):
+            for entry in header_of(path):
                 described = [_described(entry.name, entry.dtype, entry.shape)]
                 for start in _starts(entry.num_bytes):
                     file.seek(entry.start + start)

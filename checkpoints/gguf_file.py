@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
 from .mapped_file import HeldFile, MappedFile
+from .parsed_once import parsed_once
 
 T = TypeVar("T")
 
@@ -134,6 +135,7 @@ class GgufFile:
             self._fields = dict(self._field() for _ in range(num_fields))
             described = [self._tensor() for _ in range(num_tensors)]
             self.tensors = self._placed(described)
+            held.release(held.data[: self._data_start])
         except (ValueError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path.name} is truncated or corrupt: {quoted(error)}") from error
         self.architecture = self.text("general.architecture")
@@ -277,7 +279,7 @@ class GgufFile:
         alignment = self.integer("general.alignment", ALIGNMENT_BYTES)
         if alignment < 1:
             raise ValueError(f"its alignment is {alignment}")
-        data_start = -(-self._position // alignment) * alignment
+        self._data_start = data_start = -(-self._position // alignment) * alignment
         found: dict[str, GgufTensor] = {}
         for name, number, shape, offset in described:
             if name in found:
@@ -296,6 +298,9 @@ class GgufFile:
             data = self.mapped.data[self._position : self._position + num_bytes].reshape(-1, row_bytes)
             found[name] = GgufTensor(name, kind, shape, data)
         return found
+
+
+open_gguf = parsed_once(GgufFile)
 
 
 def _check_magic(path: Path, magic: bytes) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
 from .mapped_file import MappedFile
-from .safetensors_header import ELEMENT_BYTES, read_header
+from .safetensors_header import ELEMENT_BYTES, header_of
 from .stored import Grouping, Groups, Rows, StoredTensor
 
 ALIGNMENT_BYTES = 64
@@ -74,7 +74,7 @@ class StoredValues:
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name. Raises CheckpointError if it is missing, truncated or contradicts itself."""
     try:
-        entries, file = read_header(path), MappedFile(path)
+        entries, file = header_of(path), MappedFile(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is missing, truncated or corrupt: {quoted(error)}") from error
     found: dict[str, StoredTensor] = {}

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from .parsed_once import parsed_once
+
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 << 20  # some 150,000 tensors; lists of empty lists take 36 times their text
 ELEMENT_BYTES = {
@@ -42,6 +44,9 @@ def read_header(path: Path) -> list[TensorEntry]:
         if not 0 < header_bytes <= min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
             raise ValueError(f"its header has {header_bytes} bytes, the file {size_bytes}")
         return parse_header(file.read(header_bytes), size_bytes)
+
+
+header_of = parsed_once(read_header)
 
 
 def parse_header(header: bytes, size_bytes: int) -> list[TensorEntry]:

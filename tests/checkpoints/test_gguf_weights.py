@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagoda_server.checkpoints import CheckpointError, gguf_file
 from pagoda_server.checkpoints.dequantized import write_dequantized
+from pagoda_server.checkpoints.fingerprint import weights_fingerprint
 from pagoda_server.checkpoints.folder import GGUF
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
@@ -331,6 +332,21 @@ def test_an_unsupported_quantisation_is_named(tmp_path: Path) -> None:
     path.write_bytes(file_bytes)
     with pytest.raises(CheckpointError, match=r"blk\.0\.attn_v\.weight is quantized as I32"):
         import_gguf(path, tmp_path, no_progress)
+
+
+def test_fingerprint_and_weights_parse_a_header_once_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = imported(tiny_model("llama"), tmp_path)
+    place, parsed = gguf_file.GgufFile._placed, []
+    monkeypatch.setattr(gguf_file.GgufFile, "_placed", lambda *given: parsed.append(1) or place(*given))
+    before = weights_fingerprint(folder)
+    open_weights(folder)
+    open_weights(folder)
+    assert len(parsed) == 1
+    tiny_model("llama", seed=1).write(tmp_path / "new.gguf").replace(folder / GGUF)
+    assert weights_fingerprint(folder) != before
+    assert len(parsed) == 2
 
 
 def test_a_file_cut_short_anywhere_is_one_clear_error(tmp_path: Path) -> None:
