@@ -19,7 +19,7 @@ from bench.promises.run import SCENARIOS, promises
 from bench.record import usable_cores
 from bench.workloads import DEFAULT_RATE, TEXT, WORKLOADS
 from pagoda_server.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
-from pagoda_server.cli.terminal import shown_progress
+from pagoda_server.cli.progress import shown_progress
 from pagoda_server.engine.core.errors import ConfigError
 
 INTERRUPTED = 130  # the exit status that a shell reports for a program ended by Ctrl-C

@@ -24,7 +24,7 @@ from bench import BenchError, record, report
 from bench.record import Setting
 from bench.report import Cells
 from bench.turns import bars
-from pagoda_server.cli.terminal import shown_progress
+from pagoda_server.cli.progress import shown_progress
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence, WindowTable
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.kv.blocks import BlockPool
