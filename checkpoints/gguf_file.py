@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
 from .mapped_file import HeldFile, MappedFile
-from .parsed_once import parsed_once
+from .parsed_once import ParsedOnce
 
 T = TypeVar("T")
 
@@ -300,7 +300,7 @@ class GgufFile:
         return found
 
 
-open_gguf = parsed_once(GgufFile)
+open_gguf = ParsedOnce(GgufFile)
 
 
 def _check_magic(path: Path, magic: bytes) -> None:

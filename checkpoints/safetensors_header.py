@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from .parsed_once import parsed_once
+from .parsed_once import ParsedOnce
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 << 20  # some 150,000 tensors; lists of empty lists take 36 times their text
@@ -46,7 +46,7 @@ def read_header(path: Path) -> list[TensorEntry]:
         return parse_header(file.read(header_bytes), size_bytes)
 
 
-header_of = parsed_once(read_header)
+header_of = ParsedOnce(read_header)
 
 
 def parse_header(header: bytes, size_bytes: int) -> list[TensorEntry]:

@@ -14,7 +14,7 @@ from .stored import StoredTensor
 
 
 def open_weights(folder: Path) -> Mapping[str, StoredTensor]:
-    """Every tensor of a folder. A process parses each header once, and no tensor's data is read.
+    """Every tensor of a folder. Each header is parsed once until `forget_headers`, and no tensor's data is read.
 
     Raises CheckpointError if a file is missing or broken, or if its format is not supported.
     """

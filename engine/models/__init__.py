@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 
 from ...checkpoints.folder import quoted
+from ...checkpoints.parsed_once import forget_headers
 from ...checkpoints.progress import Progress, no_progress
 from ...kernels import INT4, Backend
 from ..core.errors import ConfigError
@@ -102,6 +103,7 @@ def load_model(
         last = range(config.num_layers, config.num_layers + file.count("num_nextn_predict_layers", 0))
         unused_head = config.names.head if config.tie_word_embeddings else ""
         tensors.refuse_unread(lambda name: is_inert(name, unused_head, config.names.layers, last))
+        forget_headers()
     return decoder
 
 

@@ -27,6 +27,7 @@ from ...channel.address import is_shm, is_unix
 from ...channel.link import MAX_MESSAGE_BYTES
 from ...checkpoints import CheckpointError, PrintedProgress, hold, resolve
 from ...checkpoints.fingerprint import weights_fingerprint
+from ...checkpoints.parsed_once import forget_headers
 from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust
 from ...runtime.logs import print_line, start_logging
@@ -68,11 +69,13 @@ def run(config: EngineConfig) -> int:
         fingerprint = OneThread("fingerprint").submit(lambda: weights_fingerprint(folder))  # while the model is loaded
         runner = engine.submit(lambda: load_runner(config, folder, progress)).result()
         speculation = engine.submit(lambda: _speculation(replace(config, model=str(folder)), runner, progress)).result()
+        known = fingerprint.result()
+        forget_headers()  # the fingerprint may have been made after the model was loaded
         gc.enable()
         # Else a full collection, in the middle of any step, walks the 170,000 objects that torch made. Few of them are
         # garbage, so none comes before: it would take as long.
         gc.freeze()
-        return event_loop.run(_serve(config, folder, runner, fingerprint.result(), speculation, engine, trust))
+        return event_loop.run(_serve(config, folder, runner, known, speculation, engine, trust))
     except (ConfigError, CheckpointError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
     except MemoryError:
