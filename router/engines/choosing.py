@@ -20,8 +20,11 @@ from ...settings.router import ChoiceName
 from .cached_keys import CachedBits, CachedKeys
 
 HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one engine: as long as most system prompts
-WARM = 0.8  # the part of a prompt that must be cached for an engine to be preferred
-PATIENCE_S = 2.0  # how much later a first token may come from an engine that has the prompt cached
+WARM = 0.5  # the part of a prompt that must be cached for an engine to be preferred
+PATIENCE_S = (
+    2.0  # how much later a first token may come from an engine that has the prompt cached, and at least as much
+)
+PATIENCE_PER_SAVED_S = 3.0  # for each second in which the other engine computes what this one has cached
 FULL_S, QUEUE_S = 1.0, 10.0  # what a full batch costs, and a queue as long as the batch
 # It has no more sequences than the engine with the fewest, times this, and this part of its own batch more, or a few.
 MOST_TO_FEWEST, SLACK_PART, SLACK = 1.2, 0.25, 6
@@ -199,7 +202,11 @@ class ByPrefix(Chooser):
         chosen, reason = self._cheapest(costs), "cost"
         if warm:
             best = warm[self._cheapest([costs[at] for at in warm])]
-            patience_s = PATIENCE_S if asked is None or asked.ttft_s is None else asked.ttft_s / 2
+            if asked is None or asked.ttft_s is None:
+                saved_s = (hits[best] - hits[chosen]) / (outlooks[chosen][2] or usual_rate)
+                patience_s = max(PATIENCE_S, PATIENCE_PER_SAVED_S * saved_s)
+            else:
+                patience_s = asked.ttft_s / 2
             is_near = costs[best] <= costs[chosen] + patience_s
             chosen, reason = (best, "cached") if is_near else (chosen, "released")
         if asked is not None:

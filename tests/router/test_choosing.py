@@ -137,9 +137,9 @@ def by_prefix(fleet: Sequence[Engine], asked: Asked) -> tuple[str, str]:
 
 def test_a_short_prompt_whose_last_stride_is_not_known_is_still_warm() -> None:
     (prompt,) = prompts(1, 330)
-    fleet = [caching(Engine("warm", num_sequences=4), prompt[:256]), Engine("cold")]
+    fleet = [caching(Engine("warm", num_sequences=4), prompt[:128]), Engine("cold")]
     assert by_prefix(fleet, Asked(prompt)) == ("warm", "cached")
-    fleet = [caching(Engine("warm", num_sequences=4), prompt[:192]), Engine("cold")]
+    fleet = [caching(Engine("warm", num_sequences=4), prompt[:64]), Engine("cold")]
     assert by_prefix(fleet, Asked(prompt)) == ("cold", "cost")
 
 
@@ -162,6 +162,18 @@ def test_a_prompt_goes_to_the_engine_that_has_it_cached_unless_that_makes_it_wai
         each.num_sequences = 10
     fleet[3].num_sequences = int(SLACK_PART * 64 + 10 * MOST_TO_FEWEST) - 1
     assert by_prefix(fleet, asked) == ("warm", "cached")
+
+
+def test_slow_engines_leave_a_prompt_where_it_is_cached_for_longer() -> None:
+    (prompt,) = prompts(1, 330)
+    fleet = [
+        caching(Engine("warm", prefill_tokens_per_s=100.0), prompt[:256]),
+        Engine("cold", prefill_tokens_per_s=100.0),
+    ]
+    fleet[0].num_uncomputed = 800
+    assert by_prefix(fleet, Asked(prompt)) == ("warm", "cached"), "5.4 s later, which is twice what is saved"
+    fleet[0].num_uncomputed = 1200
+    assert by_prefix(fleet, Asked(prompt)) == ("cold", "released")
 
 
 def test_a_prompt_that_no_engine_has_goes_where_it_is_computed_first() -> None:
