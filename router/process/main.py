@@ -25,6 +25,7 @@ from ..config_error import ConfigError
 from ..engines.handshake import channel_trust
 from .parent import ParentLink
 from .public_port import check_exposure
+from .succession import Handover
 from .supervisor import ChildFailedError
 from .workers import WorkerConfig, Workers
 
@@ -88,6 +89,18 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
         event_loop.run(_until_signal(router))
 
     return _exit_code_of(run, config.serve)
+
+
+def serve_on(handed: Handover) -> int:
+    """Serve with the processes that another program has left to this one. Returns as `serve` does."""
+
+    def run() -> None:
+        folders = {name: Path(folder) for name, folder in handed.folders.items()}
+        for folder in folders.values():
+            hold(folder)
+        event_loop.run(Workers(handed.config, folders).run(handed))
+
+    return _exit_code_of(run, handed.config)
 
 
 def _check_engine_is_installed(config: ServeConfig) -> None:

@@ -62,10 +62,12 @@ def longest_age_s(config: ServeConfig) -> float:
 
 
 @contextlib.contextmanager
-def reserved_port(listen: str, name: str = "--listen") -> Iterator[str]:
+def reserved_port(listen: str, name: str = "--listen", is_shared: bool = False) -> Iterator[str]:
     """Reserve HOST:PORT for processes that will share it, and yield it with the actual port.
 
     Raises ConfigError, which names the setting.
+
+    is_shared  these processes have the port already
     """
     host, _, port = listen.rpartition(":")
     if is_unix(listen):
@@ -76,10 +78,11 @@ def reserved_port(listen: str, name: str = "--listen") -> Iterator[str]:
             found = socket.getaddrinfo(host_of(listen), taken, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, kind, protocol, _, address in found:
                 # Bind without SO_REUSEPORT first: with it, bind would succeed beside another server's workers.
-                with socket.socket(family, kind, protocol) as alone:
-                    alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    alone.bind((address[0], taken))
-                    taken = alone.getsockname()[1]
+                if not is_shared:
+                    with socket.socket(family, kind, protocol) as alone:
+                        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        alone.bind((address[0], taken))
+                        taken = alone.getsockname()[1]
                 # This socket never listens, so it gets no connections; it holds the port while workers restart.
                 shared = stack.enter_context(socket.socket(family, kind, protocol))
                 shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -21,6 +21,7 @@ from ...channel.address import HAS_SHM, SHM_PREFIX
 from ...settings import EXIT_CONFIG, EngineConfig, ServeConfig
 from ...settings.router import SPAWN, environment_without_secrets
 from ...settings.sources import environment_without_settings
+from .succession import ChildState, Inherited
 
 log = logging.getLogger("pagoda.router")
 
@@ -82,8 +83,8 @@ class Supervisor:
         self._on_line = on_line
         self._environment = environment
         self._stop_timeout_s = stop_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._early: subprocess.Popen[bytes] | None = None  # started before `run`
+        self._process: subprocess.Popen[bytes] | Inherited | None = None
+        self._early: subprocess.Popen[bytes] | Inherited | None = None  # started before `run`
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # many children would fill the loop's own
         self._failed_starts = 0
         self._has_been_ready = False
@@ -100,6 +101,22 @@ class Supervisor:
         with contextlib.suppress(OSError):
             self._process = self._early = self._start()
 
+    def adopt(self, state: ChildState) -> None:
+        """Take a child that serves already; `run` then supervises it."""
+        self._process = self._early = child = Inherited(state)
+        self.restarts = state.restarts
+        self._has_ever_been_ready = True
+        if self._on_line:
+            self._listen(child, self._on_line)
+
+    def state(self) -> ChildState | None:
+        """What another program needs to adopt the child; None: there is none now."""
+        process = self._process
+        if process is None or process.poll() is not None or process.stdin is None:
+            return None
+        output = process.stdout.fileno() if process.stdout else None
+        return ChildState(process.pid, process.stdin.fileno(), output, self.restarts)
+
     async def run(self) -> None:
         """Run the child until cancelled, which stops it, or until it ends after `retire`.
 
@@ -110,6 +127,7 @@ class Supervisor:
             while True:
                 started = time.monotonic()
                 self._has_been_ready = False
+                is_new = self._early is None
                 try:
                     self._process, self._early = self._early or self._start(), None
                 except OSError as error:
@@ -117,8 +135,9 @@ class Supervisor:
                         raise ChildFailedError(f"{self._name} cannot be started: {error.strerror}", 1) from error
                     log.error("%s cannot be started: %s", self._name, error.strerror)  # there may be descriptors later
                 else:
-                    log.info("%s started, pid %d", self._name, self._process.pid)
-                    if self._first_line:
+                    did = "goes on" if isinstance(self._process, Inherited) else "started"
+                    log.info("%s %s, pid %d", self._name, did, self._process.pid)
+                    if self._first_line and is_new:
                         self.send(self._first_line())
                     code = await self._wait(self._process)
                     if self._is_retired:
@@ -170,9 +189,12 @@ class Supervisor:
             process_group=0,
         )
         if self._on_line:
-            reader = (process, asyncio.get_running_loop(), self._on_line)
-            threading.Thread(target=_read_lines, args=reader, name=f"{self._name} output", daemon=True).start()
+            self._listen(process, self._on_line)
         return process
+
+    def _listen(self, process: subprocess.Popen[bytes] | Inherited, on_line: Callable[[str], None]) -> None:
+        reader = (process, asyncio.get_running_loop(), on_line)
+        threading.Thread(target=_read_lines, args=reader, name=f"{self._name} output", daemon=True).start()
 
     def _judge(self, code: int) -> None:
         # One that has served with these settings lacks something now, such as descriptors, that may soon be back.
@@ -195,7 +217,7 @@ class Supervisor:
             process.kill()
             await self._wait(process)
 
-    async def _wait(self, process: subprocess.Popen[bytes], timeout_s: float | None = None) -> int:
+    async def _wait(self, process: subprocess.Popen[bytes] | Inherited, timeout_s: float | None = None) -> int:
         return await asyncio.get_running_loop().run_in_executor(self._threads, process.wait, timeout_s)
 
 
@@ -214,13 +236,7 @@ def spawned_engine(config: ServeConfig, folder: Path) -> Iterator[SpawnedEngine 
         yield None
         return
     with _private_address(config) as address:
-        arguments = config.engine_arguments(folder, address)
-        supervisor = Supervisor(
-            "the engine",
-            [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"],
-            # It knows nothing of users, and has its settings from its arguments.
-            environment=environment_without_settings(environment_without_secrets(), EngineConfig),
-        )
+        supervisor = engine_supervisor(config, folder, address)
         supervisor.start()
         try:
             yield SpawnedEngine(address, supervisor)
@@ -228,8 +244,19 @@ def spawned_engine(config: ServeConfig, folder: Path) -> Iterator[SpawnedEngine 
             supervisor.kill()
 
 
+def engine_supervisor(config: ServeConfig, folder: Path, address: str) -> Supervisor:
+    """A supervisor of an engine of this process's own, at an address that is private."""
+    arguments = config.engine_arguments(folder, address)
+    return Supervisor(
+        "the engine",
+        [sys.executable, "-m", "pagoda_server.engine", *arguments, "--exit-with-parent"],
+        # It knows nothing of users, and has its settings from its arguments.
+        environment=environment_without_settings(environment_without_secrets(), EngineConfig),
+    )
+
+
 def _read_lines(
-    process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, on_line: Callable[[str], None]
+    process: subprocess.Popen[bytes] | Inherited, loop: asyncio.AbstractEventLoop, on_line: Callable[[str], None]
 ) -> None:
     assert process.stdout is not None
     for line in process.stdout:

@@ -33,41 +33,64 @@ class NoAnswerError(Exception):
     """No server of this user answers."""
 
 
-async def answer_upgrades(upgrade: Upgrade) -> None:
-    """Answer requests of `ask` until cancelled.
+class UpgradePort:
+    """Where `ask` reaches this process.
 
-    upgrade  replaces the routers and, if its argument is true, the engine. It returns why it has not; "": it has
+    inherited  descriptor of the socket that has listened there before; None: there is none
     """
-    if not IS_SUPPORTED:
-        return
-    listening = _unix_socket()
-    try:
-        listening.bind(_address(os.getpid()))
-    except OSError as error:
-        listening.close()
-        log.warning("pagoda upgrade cannot reach this server: %s", error.strerror)
-        return
-    server = await asyncio.start_unix_server(partial(_answer, upgrade), sock=listening, limit=_MOST_BYTES)
-    async with server:
-        await server.serve_forever()
 
+    def __init__(self, inherited: int | None = None) -> None:
+        self.num_open = 0  # requests
+        self._listening = self._bound() if inherited is None else socket.socket(fileno=inherited)
 
-async def _answer(upgrade: Upgrade, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
-            _, user = _peer(connection)
-        if user not in (0, os.geteuid()):
+    @property
+    def descriptor(self) -> int | None:
+        """Of the socket, on which requests wait until they are answered. None: this process does not listen."""
+        return self._listening.fileno() if self._listening else None
+
+    def _bound(self) -> socket.socket | None:
+        if not IS_SUPPORTED:
+            return None
+        listening = _unix_socket()
+        try:
+            listening.bind(_address(os.getpid()))
+            listening.listen()
+        except OSError as error:
+            listening.close()
+            log.warning("pagoda upgrade cannot reach this server: %s", error.strerror)
+            return None
+        return listening
+
+    async def answer(self, upgrade: Upgrade) -> None:
+        """Answer requests of `ask` until cancelled.
+
+        upgrade  replaces the routers and, if its argument is true, the engine. It returns why it has not; "": it has
+        """
+        if self._listening is None:
             return
-        async with asyncio.timeout(_REQUEST_S):
-            wanted = (await reader.readline()).decode().strip()
-        known = wanted in (ALL, ROUTERS)
-        why = await upgrade(wanted == ALL) if known else f"this server does not know how to replace {wanted[:40]!r}"
-        writer.write(f"{' '.join(why.split())}\n".encode())
-        await writer.drain()
-    except (OSError, ValueError, TimeoutError) as error:
-        log.debug("a request to upgrade has broken: %s", error)  # the upgrade itself has not
-    finally:
-        writer.close()
+        answer = partial(self._answer, upgrade)
+        server = await asyncio.start_unix_server(answer, sock=self._listening, limit=_MOST_BYTES)
+        async with server:
+            await server.serve_forever()
+
+    async def _answer(self, upgrade: Upgrade, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_open += 1
+        try:
+            with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
+                _, user = _peer(connection)
+            if user not in (0, os.geteuid()):
+                return
+            async with asyncio.timeout(_REQUEST_S):
+                wanted = (await reader.readline()).decode().strip()
+            known = wanted in (ALL, ROUTERS)
+            why = await upgrade(wanted == ALL) if known else f"this server does not know how to replace {wanted[:40]!r}"
+            writer.write(f"{' '.join(why.split())}\n".encode())
+            await writer.drain()
+        except (OSError, ValueError, TimeoutError) as error:
+            log.debug("a request to upgrade has broken: %s", error)  # the upgrade itself has not
+        finally:
+            self.num_open -= 1
+            writer.close()
 
 
 def ask(pid: int, wanted: str) -> str:

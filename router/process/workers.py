@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import secrets
@@ -29,8 +28,9 @@ from ..config_error import ConfigError
 from .announce import Announcer
 from .parent import ENGINE_HANGS, ENGINE_READY, RETIRE, SERVES, STARTS, OwnParent, Parent
 from .public_port import longest_age_s, reserved_port
-from .supervisor import Supervisor, spawned_engine
-from .upgrade import answer_upgrades
+from .succession import Handover, folder_of, go_on, objection, unblock_signals
+from .supervisor import SpawnedEngine, Supervisor, engine_supervisor, spawned_engine
+from .upgrade import UpgradePort
 
 if TYPE_CHECKING:
     from .router import Router
@@ -120,12 +120,22 @@ class OwnRouter:
 
 
 class SpawnedHere:
-    """An engine that runs for one generation of routers or for several."""
+    """An engine that runs for one generation of routers or for several.
 
-    def __init__(self, config: ServeConfig, folder: Path) -> None:
+    handed  says which one runs already; None: it is started
+    """
+
+    def __init__(self, config: ServeConfig, folder: Path, handed: Handover | None = None) -> None:
         self._stack = contextlib.ExitStack()
-        engine = self._stack.enter_context(spawned_engine(config, folder))
-        assert engine is not None, "the settings ask for one"
+        if handed is not None and handed.address is not None and handed.engine is not None:
+            engine = SpawnedEngine(handed.address, engine_supervisor(config, folder, handed.address))
+            engine.supervisor.adopt(handed.engine)
+            if (private := folder_of(engine.address)) is not None:
+                self._stack.callback(shutil.rmtree, private, ignore_errors=True)
+        else:
+            started = self._stack.enter_context(spawned_engine(config, folder))
+            assert started is not None, "the settings ask for one"
+            engine = started
         self.address, self.supervisor = engine
         self.task = asyncio.create_task(self.supervisor.run())
 
@@ -138,10 +148,12 @@ class SpawnedHere:
 class Generation:
     """The routers that were started together: those that serve, their successors, or their predecessors.
 
+    number  0 for the first ones
     engine  the spawned one that they use, if they do
     """
 
-    def __init__(self, engine: SpawnedHere | None) -> None:
+    def __init__(self, number: int, engine: SpawnedHere | None) -> None:
+        self.number = number
         self.engine = engine
         self.routers: list[Child] = []
         self.listening: set[int] = set()
@@ -174,7 +186,7 @@ class Workers:
         self._folders = folders
         self._generations: list[Generation] = []  # the one that serves, and those that come or go
         self._serving: Generation | None = None
-        self._count = itertools.count()
+        self._last = -1  # number of the generation that was started last
         # A folder of this process. One router alone leaves none behind when it is killed: it needs one to be replaced.
         self._private = Path(tempfile.gettempdir(), f"pagoda-{secrets.token_hex(8)}")
         self._alone: Router | None = None  # the one that serves in this process, until it shall be replaced
@@ -184,10 +196,14 @@ class Workers:
         self._failure: BaseException | None = None
         self._signaled = asyncio.Event()  # to replace the routers
         self._upgrading = asyncio.Lock()
+        self._port: UpgradePort | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> None:
-        """Run until a signal. Raises ConfigError, ChildFailedError."""
+    async def run(self, handed: Handover | None = None) -> None:
+        """Run until a signal. Raises ConfigError, ChildFailedError.
+
+        handed  what runs already, as another program in this process has left it
+        """
         for limit in ("max_requests", "max_queued_tokens"):
             whole = getattr(self._config, limit)
             if whole is not None and whole < self._config.workers:
@@ -196,25 +212,33 @@ class Workers:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         loop.add_signal_handler(signal.SIGUSR2, self._signaled.set)
+        if handed is not None:
+            unblock_signals()
+            self._private = Path(handed.private)
         with contextlib.ExitStack() as stack:
-            config = self._config
+            config, shared = self._config, handed is not None
             if config.workers > 1 or not is_unix(config.listen):
-                config = replace(config, listen=stack.enter_context(reserved_port(config.listen)))
+                config = replace(config, listen=stack.enter_context(reserved_port(config.listen, is_shared=shared)))
             if config.http:
-                config = replace(config, http=stack.enter_context(reserved_port(config.http, "--http")))
+                config = replace(config, http=stack.enter_context(reserved_port(config.http, "--http", shared)))
             stack.callback(shutil.rmtree, self._private, ignore_errors=True)
             if config.workers > 1:
-                self._private.mkdir(mode=0o700)
+                self._private.mkdir(mode=0o700, exist_ok=shared)
             if config.tenants_file and not config.quotas_file:
                 self._private.mkdir(mode=0o700, exist_ok=True)
                 config = replace(config, quotas_file=f"{self._private}/quotas")
             self._config = config
-            await self._run_until_stopped()
+            await self._run_until_stopped(handed)
 
-    async def _run_until_stopped(self) -> None:
+    async def _run_until_stopped(self, handed: Handover | None) -> None:
         """Run every process until a signal or a failure. Routers end before their engine, which their requests need."""
-        self._serving = self._start(self._start_engine())
-        others = [asyncio.create_task(each) for each in (self._upgrade_when_signaled(), answer_upgrades(self.upgrade))]
+        if handed is None:
+            self._serving = self._start(self._start_engine())
+        else:
+            self._adopt(handed)
+        self._port = UpgradePort(handed.asks if handed is not None else None)
+        answering = self._port.answer(self.upgrade)
+        others = [asyncio.create_task(each) for each in (self._upgrade_when_signaled(), answering)]
         for task in others:
             task.add_done_callback(self._on_end)
         try:
@@ -295,6 +319,33 @@ class Workers:
         age_s = longest_age_s(self._config)
         await asyncio.wait(old.tasks, timeout=age_s + self._config.grace_s + STOP_MARGIN_S)
         await self._end(old)
+        await self._go_on_in_installed_code()
+
+    async def _go_on_in_installed_code(self) -> None:
+        """Let the installed program run in this process, where nothing else of an upgrade is under way."""
+        if (handover := self._handover()) is None:
+            return
+        if why := await asyncio.to_thread(objection, handover):
+            log.warning("the first process keeps its code: %s", why)
+        elif handover == self._handover():
+            log.info("the first process goes on in the code that is installed now")
+            go_on(handover)
+
+    def _handover(self) -> Handover | None:
+        """What this process is, if it only looks after processes of which each serves."""
+        serving, port = self._serving, self._port
+        is_busy = self._upgrading.locked() or self._stop.is_set() or port is None or port.num_open
+        if is_busy or serving is None or self._generations != [serving]:
+            return None
+        routers = [router.state() for router in serving.routers if isinstance(router, Supervisor)]
+        engine = serving.engine.supervisor.state() if serving.engine else None
+        running = [state for state in routers if state is not None]
+        if len(running) != len(serving.routers) or (serving.engine and engine is None):
+            return None
+        folders = {name: str(folder) for name, folder in self._folders.items()}
+        address = serving.engine.address if serving.engine else None
+        private, asks = str(self._private), port.descriptor if port else None
+        return Handover(self._config, folders, private, serving.number, self._last, running, address, engine, asks)
 
     async def _end(self, generation: Generation) -> None:
         """Stop routers, and then their engine unless others use it."""
@@ -307,27 +358,45 @@ class Workers:
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
-    def _start_engine(self) -> SpawnedHere | None:
+    def _start_engine(self, handed: Handover | None = None) -> SpawnedHere | None:
         if not self._config.spawns_engine:
             return None
-        engine = SpawnedHere(self._config, next(iter(self._folders.values())))
+        engine = SpawnedHere(self._config, next(iter(self._folders.values())), handed)
         is_serving = lambda: self._serving is None or self._serving.engine is engine  # noqa: E731
         engine.task.add_done_callback(lambda task: self._on_end(task) if is_serving() else None)
         return engine
 
     def _start(self, engine: SpawnedHere | None) -> Generation:
         """Start a generation of routers."""
-        number, generation = next(self._count), Generation(engine)
-        self._generations.append(generation)
+        self._last += 1
+        generation = Generation(self._last, engine)
         for index in range(self._config.workers):
-            generation.routers.append(self._router(number, generation, index))
+            generation.routers.append(self._router(generation, index))
+        self._run(generation)
+        return generation
+
+    def _adopt(self, handed: Handover) -> None:
+        """Look after a generation of routers that serve already, and their engine."""
+        self._last = handed.last
+        self._is_announced = True
+        self._serving = generation = Generation(handed.number, self._start_engine(handed))
+        for index, state in enumerate(handed.routers):
+            router = self._router(generation, index)
+            assert isinstance(router, Supervisor), "the first router of all is the only one in this process"
+            router.adopt(state)
+            generation.routers.append(router)
+        generation.listening, generation.ready = ({*range(len(handed.routers))} for _ in range(2))
+        generation.check()
+        self._run(generation)
+
+    def _run(self, generation: Generation) -> None:
+        self._generations.append(generation)
         generation.start()
         is_serving = lambda: self._serving in (None, generation)  # noqa: E731
         for task in generation.tasks:
             task.add_done_callback(lambda task: self._on_end(task) if is_serving() else None)
-        return generation
 
-    def _router(self, number: int, generation: Generation, index: int) -> Child:
+    def _router(self, generation: Generation, index: int) -> Child:
         count = self._config.workers
         part = replace(
             self._config,
@@ -335,14 +404,14 @@ class Workers:
             max_queued_tokens=self._config.max_queued_tokens and _part(self._config.max_queued_tokens, index, count),
         )
         folders = {name: str(folder) for name, folder in self._folders.items()}
-        socket = f"{self._private}/router-{number}-{index}.sock"
+        socket = f"{self._private}/router-{generation.number}-{index}.sock"
         spawned = generation.engine.address if generation.engine else None
         on_line = partial(self._on_line, generation, index)
 
         def config() -> WorkerConfig:
             return WorkerConfig(part, folders, index, socket, spawned, replaces=self._is_announced)
 
-        if number == 0 and count == 1:
+        if generation.number == 0 and count == 1:
             parent = OwnParent(on_line, lambda: generation.restarts)
             self._alone = config().router(parent, is_alone=True)
             event_loop.prefer_streams()

@@ -230,12 +230,29 @@ async def test_an_upgrade_serves_the_code_that_is_installed_by_then(
             code.write("\n\ndef installed_version() -> str:\n    return 'new'\n")
         with (package / "engine/__init__.py").open("a") as code:
             code.write("\nprint('a new engine', file=__import__('sys').stderr)\n")
+        with (package / "router/process/workers.py").open("a") as code:
+            code.write("\nprint('a new first process', file=__import__('sys').stderr)\n")
+        pid, engine = str(server.process.pid), server.engine()
         async with clients.streaming(4, over_http=2):
             assert version() == before != "new"
-            assert (await asyncio.to_thread(upgrade, str(server.process.pid)))[0] == 0
+            assert (await asyncio.to_thread(upgrade, pid))[0] == 0
             await until(lambda: version() == "new")
+            await until(lambda: "router 0 goes on, pid" in server.log.read_text())
+            finished, replaced = clients.finished, server.engine()
+            await until(lambda: clients.finished > finished + 12)
             clients.check()
-        assert "a new engine" in server.log.read_text()
+            assert replaced.pid != engine.pid
+            assert "a new first process" in server.log.read_text().partition("goes on in the code")[2]
+        # It looks after the processes that it has been left, and replaces them in its turn.
+        replaced.kill()
+        await until(lambda: any(each.pid != replaced.pid for each in server.engines()))
+        (router,) = routers(server)
+        server.wait_ready()
+        assert (await asyncio.to_thread(upgrade, pid))[0] == 0
+        await until(lambda: routers(server) and router not in routers(server))
+        await until(lambda: server.log.read_text().count("router 0 goes on, pid") == 2)
+        assert version() == "new"
+        assert await asyncio.to_thread(server.stop) == 0
 
 
 @pytest.mark.thorough
