@@ -9,21 +9,24 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from ..settings.request import JSON_STYLE
-from .forced_text import longest_repeated, schemas_in
+from .forced_text import levels_of, longest_repeated, names_in, schemas_in
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_SCHEMA_DEPTH = 64
 MAX_GBNF_RULES = 500  # the time to convert them grows with the square of their number
+MAX_LEVELS = 4000  # of rules, or of a schema's values, that may lie within each other
 MAX_REPEATED_BYTES = 16_384  # of the text that a regular expression asks for at least: compiling takes 1 µs for each
 MAX_DIVISOR = 10_000  # of multipleOf: the automaton has as many states, and takes some 2 µs for each
 
@@ -48,6 +51,9 @@ _PATIENT_LIMITS = LLParserLimits(
     max_grammar_size=30_000,
     verbose_errors=False,
 )
+# llguidance compiles what lies within each other by calling itself, with up to 3 kB a level of MAX_LEVELS, and a stack
+# that overflows ends the process. Only what is touched of this takes memory.
+_STACK_BYTES = 64 << 20
 _LONGEST_ERROR = 300
 _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
 _GBNF_HEADER = "%llguidance {}\n\n"  # before what was converted: lines of errors are then those of the rules
@@ -59,6 +65,8 @@ _BOUNDS = {  # keywords, with those that include the bound, and the direction th
 _EXACT, _LARGEST = 1 << 53, 10**300  # doubles keep every integer below the first, and end a little above the second
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
 _NOTES = ("default", "examples")  # keywords that decide nothing
+_starting = threading.Lock()  # the size of a stack is set for all threads that start
+Result = TypeVar("Result")
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 
@@ -94,11 +102,21 @@ def check_size(format: str, value: str | Sequence[str]) -> None:
     format, value  those of `grammar_of`
     """
     if format == "json_schema":
-        _check_divisors([_read_schema(str(value))])
+        schemas = [_read_schema(str(value))]
     elif format == "ebnf_grammar":
-        _check_divisors(schemas_in(str(value)))
-    if (found := longest_repeated(format, value)) > MAX_REPEATED_BYTES:
-        raise GrammarError(f"repeats its parts to {found} bytes at least, at most {MAX_REPEATED_BYTES} are allowed")
+        schemas = schemas_in(str(value))
+        if (names := len(names_in(str(value)))) > MAX_LEVELS:
+            raise GrammarError(f"names {names} rules and terminals, at most {MAX_LEVELS} are allowed")
+    else:
+        schemas = []
+    for schema in schemas:
+        if _depth_exceeds(schema, MAX_SCHEMA_DEPTH):
+            raise GrammarError(f"nests objects and lists more than {MAX_SCHEMA_DEPTH} deep")
+        if (levels := levels_of(schema)) > MAX_LEVELS:
+            raise GrammarError(f"nests values {levels} levels deep along its references, at most {MAX_LEVELS} may be")
+    _check_divisors(schemas)
+    if (length := longest_repeated(format, value)) > MAX_REPEATED_BYTES:
+        raise GrammarError(f"repeats its parts to {length} bytes at least, at most {MAX_REPEATED_BYTES} are allowed")
 
 
 def _check_divisors(schemas: list[object]) -> None:
@@ -218,8 +236,6 @@ def _read_schema(schema: str) -> object:
         raise GrammarError(f"is not JSON that can be read: {error}"[:_LONGEST_ERROR]) from None
     if not isinstance(value, dict) and value is not True:
         raise GrammarError("must be a JSON object, or true")
-    if _depth_exceeds(value, MAX_SCHEMA_DEPTH):
-        raise GrammarError(f"nests objects and lists more than {MAX_SCHEMA_DEPTH} deep")
     return value
 
 
@@ -265,13 +281,38 @@ def compiled(grammar: str, tokenizer: LLTokenizer, *, is_patient: bool = False) 
 
     Takes up to about a second, without the interpreter's lock. Raises GrammarError.
     """
-    matcher = LLMatcher(tokenizer, grammar, limits=_PATIENT_LIMITS if is_patient else _LIMITS, log_level=0)
-    check_matcher(matcher, grammar)
-    mask = matcher.compute_bitmask()
+
+    def compile() -> tuple[LLMatcher, bytes]:
+        matcher = LLMatcher(tokenizer, grammar, limits=_PATIENT_LIMITS if is_patient else _LIMITS, log_level=0)
+        check_matcher(matcher, grammar)
+        return matcher, matcher.compute_bitmask()
+
+    matcher, mask = _on_deep_stack(compile)
     check_matcher(matcher, grammar)
     if int.from_bytes(mask, "little") == 1 << tokenizer.eos_token:
         raise GrammarError("allows the empty text alone")
     return matcher, mask
+
+
+def _on_deep_stack(work: Callable[[], Result]) -> Result:
+    """Return what a function returns, or raise what it raises, on a thread of its own that has _STACK_BYTES."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # a panic of llguidance derives from nothing narrower
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="grammar")
+    with _starting:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return future.result()
 
 
 def check_matcher(matcher: LLMatcher, grammar: str = "") -> None:

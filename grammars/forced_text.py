@@ -19,6 +19,7 @@ _NUMBER = 64  # bytes of a number, or of a text in one of the formats, that has 
 _LONGEST_STYLE = 400  # characters of x-guidance: it may hold separators of any length
 # They say nothing of the text, or their own values are read with the key that they belong to.
 _PLAIN = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions"}
+_REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _LARK = re.compile(
     r"""
       (?P<comment>//[^\n]*|\#[^\n]*)
@@ -42,6 +43,13 @@ _Part: TypeAlias = tuple[float, bool]
 
 def longest_forced(format: str, value: str | Sequence[str]) -> float:
     """Bound the bytes that a grammar may force at once. Its format and value are those of `grammar_of`; it compiles."""
+    try:
+        return _longest_forced(format, value)
+    except RecursionError:  # so many of its parts are within each other
+        return math.inf
+
+
+def _longest_forced(format: str, value: str | Sequence[str]) -> float:
     if format == "json_object":
         return _PUNCTUATION
     if format == "choice":
@@ -154,6 +162,40 @@ def _patterns_of(schema: object) -> float:
         elif isinstance(value, list):
             waiting += value
     return longest
+
+
+def names_in(grammar: str) -> set[str]:
+    """Return the words of a grammar in Lark, among which are the names of its rules and terminals."""
+    return {re.sub(r"[?!\s]|[\[.:].*", "", text) for kind, text in _lark_parts(grammar) if kind in ("rule", "name")}
+
+
+def levels_of(schema: object) -> int:
+    """Bound how deep the values of a JSON schema lie within each other, with each of its references followed once."""
+    depths: dict[int, int] = {}  # by object: they live while the schema does
+    pointers = set[str]()
+
+    def depth(value: object) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        if inner is None:
+            return 0
+        if isinstance(value, dict):
+            pointers.update(each for key, each in value.items() if key in _REFERENCES and isinstance(each, str))
+        found = depths[id(value)] = 1 + max(map(depth, inner), default=0)
+        return found
+
+    whole = depth(schema)
+    return whole + sum(depths.get(id(target_of(schema, pointer)), whole) for pointer in pointers)
+
+
+def target_of(root: object, pointer: str) -> object:
+    """What a reference in a JSON schema points to; an object of no known meaning if that is not in the schema."""
+    target = root
+    for part in pointer.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(target, Mapping) or name not in target:
+            return {"unknown": True}
+        target = target[name]
+    return target if pointer.startswith("#") else {"unknown": True}
 
 
 def schemas_in(grammar: str, parse_float: Callable[[str], object] = float) -> list[object]:
@@ -296,17 +338,8 @@ class _Schema:
         found = self._known.get(pointer)
         if found is None:
             self._known[pointer] = math.inf, False  # what refers to it meanwhile is a part of it
-            found = self._known[pointer] = self._of(self._target(pointer))
+            found = self._known[pointer] = self._of(target_of(self._root, pointer))
         return found
-
-    def _target(self, pointer: str) -> object:
-        target = self._root
-        for part in pointer.removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, Mapping) or name not in target:
-                return {"unknown": True}
-            target = target[name]
-        return target if pointer.startswith("#") else {"unknown": True}
 
     def _has_choice(self, schema: Mapping[str, object], parts: Mapping[str, _Part]) -> bool:
         kind, keys = schema.get("type"), schema.keys() - _PLAIN - {"type", "x-guidance", "required"}

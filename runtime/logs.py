@@ -19,6 +19,7 @@ from typing import Any
 
 from ..settings.engine import CommonSettings
 
+MOST_LINES = 100  # of an exception
 MOST_BYTES = 4 << 20  # of lines that wait for a reader of standard error; later ones are dropped
 FLUSH_S = 1.0  # how long the end of the process waits for that reader
 _PLAIN = re.compile(r"[\w.:/@%+-]+")  # a value that text shows without quotes
@@ -200,5 +201,10 @@ def _as_text(value: object) -> str:
 
 
 def _exception(record: logging.LogRecord) -> str:
+    """A record's exception. The middle of a long one is left out, as a request may decide how deep it is."""
     parts = [logging.Formatter().formatException(record.exc_info)] if record.exc_info else []
-    return "\n".join([*parts, record.stack_info] if record.stack_info else parts)
+    lines = "\n".join([*parts, record.stack_info] if record.stack_info else parts).split("\n")
+    if (left_out := len(lines) - MOST_LINES) > 0:
+        half = MOST_LINES // 2
+        lines[half:-half] = [f"  … {left_out} lines …"]
+    return "\n".join(lines)

@@ -12,7 +12,8 @@ from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
-from pagoda_server.grammars.compiling import GrammarError, compiled, grammar_of, to_lark
+from pagoda_server.grammars.compiling import MAX_LEVELS, GrammarError, compiled, grammar_of, to_lark
+from pagoda_server.grammars.forced_text import longest_forced
 from pagoda_server.router.errors import InvalidArgument, Unimplemented
 from pagoda_server.router.request import guided
 from pagoda_server.router.request.guided import GrammarChecker
@@ -160,3 +161,60 @@ def test_no_number_outside_large_bounds_is_allowed(bounds: str, allowed: list[st
 def test_numbers_in_a_schema_within_a_grammar_are_refused_too(schema: str) -> None:
     with pytest.raises(GrammarError, match="would not be kept"):
         grammar_of("ebnf_grammar", f'start: "a" %json {schema}')
+
+
+# How a definition refers to the next one, and how many levels that takes.
+CHAINS = {
+    "array": ('{"type": "array", "items": {"$ref": "NEXT"}}', 2),
+    "object": ('{"type": "object", "properties": {"a": {"$ref": "NEXT"}}, "required": ["a"]}', 3),
+    "pattern": ('{"type": "object", "patternProperties": {"^a": {"$ref": "NEXT"}}}', 3),
+    "tuple": ('{"type": "array", "prefixItems": [{"$ref": "NEXT"}], "items": false}', 3),
+    "lists": ('{"type": "array", "items": ' * 20 + '{"$ref": "NEXT"}' + "}" * 20, 21),
+    "any": ('{"anyOf": [{"$ref": "NEXT"}, {"type": "string"}]}', 3),
+    "alias": ('{"$ref": "NEXT"}', 1),
+}
+
+
+def schema_of_chain(definition: str, length: int) -> str:
+    chain = ", ".join(f'"d{at}": ' + definition.replace("NEXT", f"#/$defs/d{at + 1}") for at in range(length))
+    return f'{{"$defs": {{{chain}, "d{length}": {{"type": "integer"}}}}, "$ref": "#/$defs/d0"}}'
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_the_longest_chain_of_references_compiles_and_a_longer_one_is_refused(kind: str) -> None:
+    """In a thread of the usual stack, which llguidance would overflow."""
+    definition, levels = CHAINS[kind]
+    length = MAX_LEVELS // levels - levels - 4
+    schema = schema_of_chain(definition, length)
+    matcher, _ = compiled(grammar_of("json_schema", schema), LLTokenizer("byte"))
+    for _ in range(20):  # until it meets another limit, in an error of its own
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(256) if mask[token // 8] >> token % 8 & 1]
+        if matcher.is_error() or not allowed:
+            break
+        matcher.consume_token(allowed[0])
+    longest_forced("json_schema", schema)
+    with pytest.raises(GrammarError, match=rf"levels deep along its references, at most {MAX_LEVELS} may be"):
+        grammar_of("json_schema", schema_of_chain(definition, length + 3 * levels))
+    with pytest.raises(GrammarError, match="levels deep"):
+        grammar_of("ebnf_grammar", f"start: %json {schema_of_chain(definition, length + 3 * levels)}")
+
+
+@pytest.mark.parametrize(
+    "rule", ['a{}: "x" a{} "y"', "  a{} : a{}", 'A{}: "x" A{}'], ids=["rules", "aliases", "terminals"]
+)
+def test_as_many_rules_as_may_be_within_each_other_compile_and_more_are_refused(rule: str) -> None:
+    def grammar(count: int) -> str:
+        first = rule.strip()[0]
+        lines = [f"start: {first}0", *(rule.format(at, at + 1) for at in range(count)), f'{first}{count}: "z"']
+        return "\n".join(lines)
+
+    compiled(grammar_of("ebnf_grammar", grammar(MAX_LEVELS - 5)), LLTokenizer("byte"))
+    longest_forced("ebnf_grammar", grammar(MAX_LEVELS - 5))
+    with pytest.raises(GrammarError, match=f"at most {MAX_LEVELS} are allowed"):
+        grammar_of("ebnf_grammar", grammar(MAX_LEVELS + 1))
+
+
+def test_values_are_not_nested_deep_in_a_schema_within_a_grammar_either() -> None:
+    with pytest.raises(GrammarError, match="more than 64 deep"):
+        grammar_of("ebnf_grammar", "start: %json " + '{"items": ' * 70 + "{}" + "}" * 70)
