@@ -9,6 +9,7 @@ from .experts import Experts, ExpertWeights
 from .gguf_blocks import read_groups, read_values, reads_blocks
 from .grouped_weight import INT4, GroupedFormat, GroupedWeight
 from .linear import GATED, HEAD, PLAIN, ROUTER, Linear, Use, is_compiled_whole
+from .linear_grouped import PackedGroups
 from .linear_int8 import PackedInt8
 from .linear_quantized import has_native_int8_weight
 from .low_rank import LowRank, LowRankBank, LowRankPart
@@ -53,6 +54,7 @@ __all__ = [
     "LowRank",
     "LowRankBank",
     "LowRankPart",
+    "PackedGroups",
     "PackedInt8",
     "PagedKV",
     "Recorder",

@@ -16,7 +16,7 @@ from .embedding import EmbeddingMaker, embedding, embedding_native
 from .experts import Experts, ExpertsMaker, ExpertWeights, experts, experts_native
 from .grouped_weight import GroupedFormat
 from .linear import PLAIN, Linear, LinearMaker, Use, is_compiled_whole, linear, linear_cpu, linear_native, stacked
-from .linear_grouped import linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
+from .linear_grouped import PackedGroups, linear_grouped, linear_grouped_native, multiplies_all, multiplies_native
 from .linear_int8 import PackedInt8, linear_int8, linear_int8_native
 from .linear_quantized import (
     linear_fp8_weight,
@@ -110,6 +110,7 @@ class Backend:
     multiplies   whether the device multiplies weights in groups of this format
     join         makes an expert layer of products in each format; its reference is `experts`
     places       make the weights that are packed while they are read, of each format that has any
+    packs_groups makes such weights in groups of a format that is multiplied; None: there are none
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
     weights           the format that a model's matrices get, except those that `keeps` names. int4 makes int8 of these,
@@ -141,6 +142,7 @@ class Backend:
     add_low_rank: AddLowRank = add_low_rank
     multiplies: Callable[[GroupedFormat], bool] = multiplies_all
     places: Mapping[str, Callable[[int, int], PackedInt8]] = field(default_factory=dict)
+    packs_groups: Callable[[GroupedFormat, int, int], PackedGroups] | None = None
     is_compiled: bool = False
     looks_up_rotations: bool = False
     weights: str = UNQUANTIZED
@@ -166,8 +168,13 @@ class Backend:
         """Whether a head that is the embedding too is packed apart from it, because packed rows are not looked up."""
         return self.weights == "int8-weight" and self.weights in self.places
 
-    def place(self, out_size: int, in_size: int) -> PackedInt8 | None:
-        """Where a product's weight gets this backend's format while it is read; None: `linear` takes it whole."""
+    def place(self, form: GroupedFormat | None, out_size: int, in_size: int) -> PackedGroups | PackedInt8 | None:
+        """Where a product's weight gets this backend's format while it is read; None: `linear` takes it as it is read.
+
+        form  of a weight that `keeps` takes; None: it is not in groups
+        """
+        if form is not None:
+            return None if self.packs_groups is None else self.packs_groups(form, out_size, in_size)
         allocate = self.places.get(self.weights)
         return None if allocate is None else allocate(out_size, in_size)
 
@@ -269,5 +276,6 @@ NATIVE = Backend(
     add_low_rank=add_low_rank_native,
     multiplies=multiplies_native,
     places={"int8": PackedInt8.allocate, "int4": PackedInt8.allocate, "int8-weight": packed_int8_weight},
+    packs_groups=PackedGroups.allocate,
     is_compiled=True,
 )

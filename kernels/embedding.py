@@ -57,11 +57,6 @@ def embedding_native(
     """`embedding_wide`, or rows of a packed weight: of a tied head, those of `embedding_int8` or in groups; of a table
     in 5 bits, whose codes take a byte each before. Other formats take no less memory packed.
     """
-    if (
-        head is None
-        and isinstance(weight, GroupedWeight)
-        and weight.format.bits == 5
-        and multiplies_native(weight.format)
-    ):
-        head = linear_grouped_native(weight, None)
+    if head is None and isinstance(weight, GroupedWeight) and weight.format.bits == 5:
+        head = linear_grouped_native(weight, None) if multiplies_native(weight.format) else None
     return head.rows if isinstance(head, NativeInt8 | NativeGrouped) else embedding_wide(weight, head)

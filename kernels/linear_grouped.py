@@ -8,18 +8,20 @@ activations, and w = d * v + m in each of its groups of weights:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .activate import Activation, activate
+from .gguf_blocks import KINDS, table_tensor
 from .grouped_weight import INT4, GroupedFormat, GroupedWeight
-from .linear import PLAIN, Linear, NativeLinear, Use
+from .linear import PANEL, PLAIN, Linear, NativeLinear, Use
 from .linear_int8 import GROUP, PackedInt8, linear_int8, linear_int8_native, quantize_rows
-from .native_module import DTYPES, native
+from .native_module import DTYPES, address, native
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +106,78 @@ def multiplies_native(form: GroupedFormat) -> bool:
     return not (native.pairs_are_limited() and number in (_COMPILED.index("table"), _COMPILED.index(GroupedFormat(8))))
 
 
-class NativeGrouped(NativeLinear):
-    """`linear_grouped` by compiled code, with a weight in the format of this number."""
+@dataclass(frozen=True, slots=True)
+class PackedGroups:
+    """A weight [out, in] in groups, which is packed some rows at a time: by `copy_`, or from the blocks of a file.
 
-    def __init__(self, number: int, in_size: int, out_size: int, packed: Tensor, bias: Tensor | None, use: Use) -> None:
+    number  the compiled code's number of the format
+    packed  [bytes] uint8, panels of outputs, and behind the last one the format's table, if it has one. Each part of a
+            split writes a table where the next one's panels begin, so the parts are packed in order.
+    """
+
+    format: GroupedFormat
+    shape: tuple[int, int]
+    number: int
+    packed: Tensor
+
+    @staticmethod
+    def allocate(form: GroupedFormat, out_size: int, in_size: int) -> PackedGroups:
+        """Allocate the weight of `linear_grouped_native`, in a format that it multiplies."""
         assert native is not None
-        super().__init__(in_size, out_size, (packed,), bias, use, partial(native.linear_grouped, number))
-        self.number = number
+        number = _number(form)
+        assert number is not None
+        packed = torch.empty(native.grouped_bytes(number, in_size, out_size), dtype=torch.uint8)
+        return PackedGroups(form, (out_size, in_size), number, packed)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def split(self, sizes: list[int]) -> list[PackedGroups]:
+        """Views of so many rows each: multiples of PANEL, but for the last."""
+        assert native is not None
+        starts = [0, *accumulate(sizes)]
+        assert all(start % PANEL == 0 for start in starts[:-1])
+        none, *ends = (native.grouped_bytes(self.number, self.shape[1], start) for start in (0, *starts))
+        return [
+            replace(self, shape=(size, self.shape[1]), packed=self.packed[first - none : last])
+            for size, first, last in zip(sizes, ends, ends[1:], strict=False)
+        ]
+
+    def copy_(self, weight: GroupedWeight) -> None:
+        """Pack rows of the same format."""
+        assert native is not None
+        assert weight.format == self.format
+        assert weight.shape == self.shape
+        parts = weight.values, weight.scales, weight.minimums
+        assert all(part is None or part.is_contiguous() for part in parts)
+        table, (out_size, in_size) = table_tensor(self.format.table), self.shape
+        addresses = *(address(part) for part in parts), address(table), self.packed.data_ptr()
+        groups = weight.scales.shape[1]
+        row_bytes = groups * self.format.values_shape[1]
+        native.pack_grouped(self.number, *addresses, row_bytes, groups, in_size, out_size)
+
+    def copy_blocks(self, kind: str, blocks: Tensor, table: tuple[int, ...] | None) -> None:
+        """Pack rows in the blocks of a GGUF file, whose groups have this format.
+
+        Raises ValueError if they are not as many as these rows need.
+        """
+        assert native is not None
+        assert blocks.dtype == torch.uint8
+        assert blocks.is_contiguous()
+        assert table == self.format.table
+        codes, (out_size, in_size) = table_tensor(table), self.shape
+        addresses = blocks.data_ptr(), blocks.nbytes, address(codes), self.packed.data_ptr()
+        native.pack_grouped_blocks(self.number, KINDS.index(kind), *addresses, in_size, out_size)
+
+
+class NativeGrouped(NativeLinear):
+    """`linear_grouped` by compiled code."""
+
+    def __init__(self, weight: PackedGroups, bias: Tensor | None, use: Use) -> None:
+        assert native is not None
+        self.number, (out_size, in_size) = weight.number, weight.shape
+        super().__init__(in_size, out_size, (weight.packed,), bias, use, partial(native.linear_grouped, self.number))
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows [count, in] float32 of the weight, with these numbers [count] int64."""
@@ -123,16 +190,13 @@ class NativeGrouped(NativeLinear):
         return out
 
 
-def linear_grouped_native(weight: Tensor | GroupedWeight | PackedInt8, bias: Tensor | None, use: Use = PLAIN) -> Linear:
-    if not isinstance(weight, GroupedWeight):
-        return linear_int8_native(weight, bias, use)
-    assert native is not None
-    number, (out_size, in_size) = _number(weight.format), weight.shape
-    assert number is not None
-    table = None if weight.format.table is None else torch.tensor(weight.format.table, dtype=torch.int8)
-    parts = weight.values, weight.scales, weight.minimums, table
-    assert all(part is None or part.is_contiguous() for part in parts)
-    packed = torch.empty(native.grouped_bytes(number, in_size, out_size), dtype=torch.uint8)
-    addresses = (0 if part is None else part.data_ptr() for part in parts)
-    native.pack_grouped(number, *addresses, packed.data_ptr(), in_size, out_size)
-    return NativeGrouped(number, in_size, out_size, packed, bias, use)
+def linear_grouped_native(
+    weight: Tensor | GroupedWeight | PackedGroups | PackedInt8, bias: Tensor | None, use: Use = PLAIN
+) -> Linear:
+    if isinstance(weight, GroupedWeight):
+        packed = PackedGroups.allocate(weight.format, *weight.shape)
+        packed.copy_(weight)
+        weight = packed
+    return (
+        NativeGrouped(weight, bias, use) if isinstance(weight, PackedGroups) else linear_int8_native(weight, bias, use)
+    )

@@ -42,6 +42,7 @@ from ...kernels import (
     GroupedFormat,
     GroupedWeight,
     Linear,
+    PackedGroups,
     PackedInt8,
     Use,
     quantize_int4_native,
@@ -68,8 +69,9 @@ NUM_READERS = 2  # threads that decode what comes next while the last piece is c
 
 A = TypeVar("A")
 B = TypeVar("B")
-Weight = Tensor | GroupedWeight | PackedInt8
-Place = TypeVar("Place", Tensor, GroupedWeight, PackedInt8)
+Packed = PackedGroups | PackedInt8
+Weight = Tensor | GroupedWeight | Packed
+Place = TypeVar("Place", Tensor, GroupedWeight, PackedGroups, PackedInt8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class Checkpoint:
 
     def format_of(self, name: str) -> GroupedFormat | None:
         stored = self._tensors.get(name)
-        return None if stored is None or stored.grouping is None else GroupedFormat(*astuple(stored.grouping))
+        return None if stored is None else _format(stored)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a tensor; bfloat16 for one that is quantized. Raises ConfigError as `fill` does."""
@@ -214,7 +216,7 @@ class Checkpoint:
         source = stored
         if rows.columns is not None and len(wanted) > 1:
             stored = stored.columns(slice(rows.columns.start, rows.columns.stop))
-        if isinstance(place, PackedInt8) and rows.is_unchanged and _has_readable_blocks(stored):
+        if isinstance(place, Packed) and rows.is_unchanged and _has_readable_blocks(stored, place):
             for part, target in _in_pieces(place, PACKED_AT_ONCE):
                 _pack_blocks(stored, rows, part, target)
                 source.release()
@@ -230,13 +232,14 @@ class Checkpoint:
 
         source  the tensor of which `stored` may be some columns
         """
-        form = None if stored.grouping is None else GroupedFormat(*astuple(stored.grouping))
-        dtype = _dtype(name, stored)
+        form, dtype = _format(stored), _dtype(name, stored)
 
         def read(job: tuple[Weight, slice]) -> Weight:
             target, part = job
-            if isinstance(target, GroupedWeight) and target.format == form:
-                return _grouped(name, stored, rows, part, target)
+            if isinstance(target, GroupedWeight | PackedGroups) and target.format == form:
+                is_packed = isinstance(target, PackedGroups)
+                place = GroupedWeight.allocate(form, *target.shape) if is_packed else target
+                return _grouped(name, stored, rows, part, place)
             weight = rows.changed(_whole(stored, rows, part, dtype), part)
             if not isinstance(target, PackedInt8):
                 _check_finite(name, weight, target)
@@ -244,7 +247,7 @@ class Checkpoint:
 
         jobs = [(target, part) for part, target in _in_pieces(place, VALUES_AT_ONCE)]
         for (target, _), weight in zip(jobs, _ahead(self._readers, read, jobs), strict=True):
-            if isinstance(target, GroupedWeight) and isinstance(weight, Tensor):
+            if isinstance(target, GroupedWeight | PackedGroups) and isinstance(weight, Tensor):
                 weight = _packed(name, weight)
             if weight is not target:
                 target.copy_(weight)
@@ -302,6 +305,10 @@ class RandomTensors:
             place.scales.fill_(step)
             if place.minimums is not None:
                 place.minimums.fill_(-step * (levels - 1) / 2)
+        elif isinstance(place, PackedGroups):
+            whole = GroupedWeight.allocate(place.format, *place.shape)
+            self.fill(whole, name, rows)
+            place.copy_(whole)
         elif isinstance(place, PackedInt8):
             place.copy_(torch.empty(place.shape, dtype=torch.bfloat16).normal_(std=INITIALIZER_RANGE))
         elif "norm" in name:
@@ -423,8 +430,9 @@ class Weights:
         if is_multiplied and not self.ops.packs_head_apart:
             return self._together([rows], in_size, self._kept(rows))
         form = self._tensors.format_of(rows.tensor_name("weight"))
-        if self.ops.looks_up(form):
-            return self._together([rows], in_size, form)
+        if form is not None and self.ops.looks_up(form):
+            self._check_groups([rows], in_size, form)
+            return self._filled(GroupedWeight.allocate(form, rows.size, in_size, self.device), [rows], "weight")
         return self._filled(self._empty(rows.size, in_size), [rows], "weight")
 
     def whole(self, rows: Rows, in_size: int) -> Tensor:
@@ -459,12 +467,18 @@ class Weights:
         return form if self.ops.keeps(form) else None
 
     def _together(self, rows: Sequence[Rows], in_size: int, form: GroupedFormat | None) -> Weight:
+        if form is not None:
+            self._check_groups(rows, in_size, form)
         out_size = sum(each.size for each in rows)
+        are_together = not any(each.size % ROWS_TOGETHER for each in rows[:-1])
+        if are_together and (place := self.ops.place(form, out_size, in_size)):
+            return self._filled(place, rows, "weight")
         if form is None:
-            are_together = not any(each.size % ROWS_TOGETHER for each in rows[:-1])
-            if are_together and (place := self.ops.place(out_size, in_size)):
-                return self._filled(place, rows, "weight")
             return self._filled(self._empty(out_size, in_size), rows, "weight")
+        return self._filled(GroupedWeight.allocate(form, out_size, in_size, self.device), rows, "weight")
+
+    def _check_groups(self, rows: Sequence[Rows], in_size: int, form: GroupedFormat) -> None:
+        """Raise ConfigError if a group of inputs that share a scale would be cut."""
         for each in rows:
             if (cut := each.columns) is not None and (cut.start % form.group or cut.stop % form.group):
                 raise ConfigError(
@@ -477,7 +491,6 @@ class Weights:
                 f"tensor {rows[0].name}.weight is in {form.bits} bits, of which {form.group} inputs share a"
                 f" scale, but config.json gives it {in_size} inputs: not a multiple of {form.group}"
             )
-        return self._filled(GroupedWeight.allocate(form, out_size, in_size, self.device), rows, "weight")
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -487,6 +500,13 @@ class Weights:
             self._tensors.fill(part, each.tensor_name(kind), each)
         self.num_bytes += place.nbytes
         return place
+
+
+def _format(stored: StoredTensor) -> GroupedFormat | None:
+    grouping = stored.grouping
+    if grouping is None:
+        return None
+    return GroupedFormat(*astuple(grouping))
 
 
 def _dtype(name: str, stored: StoredTensor) -> torch.dtype:
@@ -502,12 +522,15 @@ def _in_pieces(place: Weight, values_at_once: int) -> Iterator[tuple[slice, Any]
     return zip(parts, places, strict=True)
 
 
-def _has_readable_blocks(stored: StoredTensor) -> bool:
+def _has_readable_blocks(stored: StoredTensor, place: Packed) -> bool:
+    """Whether compiled code packs a tensor from its blocks, which a place in groups needs in its own format."""
     blocks = stored.blocks(slice(0, 0))
-    return blocks is not None and stored.grouping is not None and reads_blocks(blocks[0])
+    if blocks is None or stored.grouping is None or not reads_blocks(blocks[0]):
+        return False
+    return isinstance(place, PackedInt8) or place.format == _format(stored)
 
 
-def _pack_blocks(stored: StoredTensor, rows: Rows, part: slice, target: PackedInt8) -> None:
+def _pack_blocks(stored: StoredTensor, rows: Rows, part: slice, target: Packed) -> None:
     blocks = stored.blocks(rows.index(part))
     assert blocks is not None
     assert stored.grouping is not None

@@ -26,8 +26,8 @@ constexpr void set_byte_ops(Ops& ops) {
     ops.grouped_bytes = [](Grouped format, int64_t in, int64_t out) {
         return with_codes(format, [&](auto codes) { return GroupedPanels<decltype(codes)>(in).bytes(out); });
     };
-    ops.pack_grouped = [](ThreadPool& pool, Grouped format, const GroupedArgs& args) {
-        with_codes(format, [&](auto codes) { pack_grouped<decltype(codes)>(pool, args); });
+    ops.pack_grouped = [](ThreadPool& pool, Grouped format, const GroupRows& rows, const int8_t* table, uint8_t* packed) {
+        with_codes(format, [&](auto codes) { pack_grouped<decltype(codes)>(pool, rows, table, packed); });
     };
     ops.linear_grouped = [](ThreadPool& pool, Dtype dtype, Grouped format, const LinearArgs& args) {
         with_type(dtype, [&](auto type) {

@@ -58,18 +58,21 @@ struct Codes {
         return code;
     }
 
-    // What codes() of an output finds. The room for upper bits is zero before.
-    static void set(uint8_t* to, int64_t quad, uint32_t code) {
-        auto add = [](uint8_t* word, uint32_t bits) {
-            uint32_t other;
-            std::memcpy(&other, word, sizeof other);
-            other |= bits;
-            std::memcpy(word, &other, sizeof other);
-        };
-        if constexpr (BITS == 8) return add(to + quad * 4 * PANEL, code);
-        add(to + quad / 2 * 4 * PANEL, (code & LOW) << quad % 2 * 4);
-        if constexpr (BITS > 4 && BITS < 8)
-            add(to + (GROUP / 2 + quad / FIELDS * 4) * PANEL, (code & HIGH) >> 4 << quad % FIELDS * EXTRA);
+    // Writes what codes() of an output finds: SIZE inputs, from the quad `first` on.
+    PAGODA_INLINE void set(uint8_t* to, int64_t first, const uint32_t (&quads)[SIZE / 4]) {
+        auto put = [=](int64_t place, uint32_t word) { std::memcpy(to + place * 4 * PANEL, &word, sizeof word); };
+        constexpr int64_t COUNT = SIZE / 4;
+        if constexpr (BITS == 8) {
+            for (int64_t i = 0; i < COUNT; i++) put(first + i, quads[i]);
+        } else {
+            for (int64_t i = 0; i < COUNT; i += 2) put((first + i) / 2, (quads[i] & LOW) | (quads[i + 1] & LOW) << 4);
+            if constexpr (BITS > 4)
+                for (int64_t i = 0; i < COUNT; i += FIELDS) {
+                    uint32_t upper = 0;
+                    for (int field = 0; field < FIELDS; field++) upper |= (quads[i + field] & HIGH) >> 4 << field * EXTRA;
+                    put(GROUP / 8 + (first + i) / FIELDS, upper);
+                }
+        }
     }
 
     // The values of a quad of LANES outputs, or their digit.
@@ -93,41 +96,42 @@ struct GroupedPanels {
 };
 
 template <typename C>
-void pack_grouped(ThreadPool& pool, const GroupedArgs& args) {
-    GroupedPanels<C> panels(args.in);
-    int64_t sizes = args.in / C::SIZE;
-    if (C::HAS_TABLE) std::memcpy(args.packed + panels.table_offset(args.out), args.table, 16);
-    pool.run(static_cast<int>(ceil_div(args.out, PANEL)), [&](int panel) {
-        for (int64_t group = 0; group < panels.groups; group++) {
-            uint8_t* bytes = args.packed + panel * panels.panel_bytes() + group * C::GROUP_BYTES;
-            auto* numbers = reinterpret_cast<uint16_t*>(bytes + C::CODE_BYTES * PANEL);
-            std::memset(bytes, 0, C::GROUP_BYTES);
-            int64_t parts = std::min(C::PARTS, sizes - group * C::PARTS), columns = std::min(PANEL, args.out - panel * PANEL);
-            for (int64_t column = 0; column < columns; column++) {
-                int64_t first = (panel * PANEL + column) * sizes + group * C::PARTS;
+void pack_grouped(ThreadPool& pool, const GroupRows& rows, const int8_t* table, uint8_t* packed) {
+    GroupedPanels<C> panels(rows.in);
+    int64_t sizes = rows.in / C::SIZE;
+    constexpr int64_t VALUE_BYTES = C::BITS == 4 ? C::SIZE / 2 : C::SIZE;
+    if (C::HAS_TABLE) std::memcpy(packed + panels.table_offset(rows.out), table, 16);
+    pool.run(static_cast<int>(ceil_div(rows.out, PANEL)), [&](int panel) {
+        std::vector<uint8_t> buffer(5 * rows.in);
+        uint8_t* panel_bytes = packed + panel * panels.panel_bytes();
+        int64_t columns = std::min(PANEL, rows.out - panel * PANEL);
+        if (columns < PANEL) std::memset(panel_bytes, 0, panels.panel_bytes());
+        if (sizes % C::PARTS) std::memset(panel_bytes + (panels.groups - 1) * C::GROUP_BYTES, 0, C::GROUP_BYTES);
+        for (int64_t column = 0; column < columns; column++) {
+            GroupRow row = rows.read(rows.weight, panel * PANEL + column, buffer.data());
+            for (int64_t group = 0; group < panels.groups; group++) {
+                uint8_t* bytes = panel_bytes + group * C::GROUP_BYTES;
+                auto* numbers = reinterpret_cast<uint16_t*>(bytes + C::CODE_BYTES * PANEL) + column;
+                int64_t parts = std::min(C::PARTS, sizes - group * C::PARTS);
                 float offset = 0;
                 for (int64_t part = 0; part < parts; part++) {
+                    int64_t place = group * C::PARTS + part;
+                    const uint8_t* from = row.values + place * VALUE_BYTES;
                     uint8_t codes[C::SIZE];
-                    if constexpr (C::BITS == 4) {
-                        const uint8_t* from = static_cast<const uint8_t*>(args.values) + (first + part) * C::SIZE / 2;
+                    if constexpr (C::BITS == 4)
                         for (int64_t i = 0; i < C::SIZE / 2; i++) codes[i] = from[i] & 15, codes[C::SIZE / 2 + i] = from[i] >> 4;
-                    } else {
-                        const uint8_t* from = static_cast<const uint8_t*>(args.values) + (first + part) * C::SIZE;
+                    else
                         for (int64_t i = 0; i < C::SIZE; i++) codes[i] = static_cast<uint8_t>(from[i] + (C::HAS_MINIMUM ? 0 : C::MIDDLE));
-                    }
-                    for (int64_t quad = 0; quad < C::SIZE / 4; quad++) {
-                        uint32_t word;
-                        std::memcpy(&word, codes + 4 * quad, sizeof word);
-                        C::set(bytes + 4 * column, part * C::SIZE / 4 + quad, word);
-                    }
+                    uint32_t quads[C::SIZE / 4];
+                    std::memcpy(quads, codes, sizeof quads);
+                    C::set(bytes + 4 * column, part * C::SIZE / 4, quads);
                     int sum = -C::MIDDLE * static_cast<int>(C::SIZE);
-                    for (uint8_t code : codes) sum += C::HAS_TABLE ? args.table[code] : code;
-                    uint16_t scale = args.scales[first + part];
-                    numbers[part * PANEL + column] = scale;
-                    if (C::HAS_MINIMUM) numbers[(C::PARTS + part) * PANEL + column] = args.minimums[first + part];
-                    offset += from_fp16(scale) * static_cast<float>(sum);
+                    for (uint8_t code : codes) sum += C::HAS_TABLE ? table[code] : code;
+                    numbers[part * PANEL] = row.scales[place];
+                    if (C::HAS_MINIMUM) numbers[(C::PARTS + part) * PANEL] = row.minimums[place];
+                    offset += from_fp16(row.scales[place]) * static_cast<float>(sum);
                 }
-                numbers[(C::NUMBERS - 1) * PANEL + column] = to_fp16(offset);
+                numbers[(C::NUMBERS - 1) * PANEL] = to_fp16(offset);
             }
         }
     });

@@ -249,6 +249,21 @@ struct BlockWeight {
     }
 };
 
+// The same weight, read in groups.
+struct BlockGroups {
+    BlockWeight weight;
+    int64_t in;
+
+    static GroupRow read(const void* groups, int64_t row, uint8_t* buffer) {
+        auto& self = *static_cast<const BlockGroups*>(groups);
+        auto* scales = reinterpret_cast<uint16_t*>(buffer);  // a group has at least 16 inputs: there is room for more
+        uint16_t* minimums = scales + self.in;
+        auto* values = reinterpret_cast<uint8_t*>(minimums + self.in);
+        read_groups(self.weight.kind, self.weight.blocks + row * self.weight.row_bytes, self.weight.blocks_a_row, values, scales, minimums);
+        return {values, scales, minimums};
+    }
+};
+
 template <typename Op>
 PyObject* pack_int8_by(PyObject* const* values, Py_ssize_t count, const Op& op) {
     Arguments next(values, count, 6);
@@ -272,23 +287,38 @@ int64_t count_blocks(Blocks kind, int64_t num_bytes, int64_t num_weights) {
     });
 }
 
+// Reads the arguments (kind, blocks, bytes), and later the sizes, which have to agree with them.
+struct BlockArguments {
+    BlockWeight weight{};
+    int64_t num_bytes;
+
+    explicit BlockArguments(Arguments& next) {
+        weight.kind = static_cast<Blocks>(next.integer());
+        weight.blocks = next.address<uint8_t>();
+        num_bytes = next.integer();
+        weight.table = next.address<int8_t>();
+    }
+
+    // Sets an exception if it returns false.
+    bool fit(const Arguments& next, int64_t in, int64_t out) {
+        if (next.failed()) return false;
+        weight.row_bytes = out > 0 ? num_bytes / out : 0;
+        weight.blocks_a_row = count_blocks(weight.kind, weight.row_bytes, in);
+        if (weight.blocks_a_row >= 0 && weight.row_bytes * out == num_bytes) return true;
+        PyErr_SetString(PyExc_ValueError, "blocks and weights differ in their sizes");
+        return false;
+    }
+};
+
 template <typename Op>
 PyObject* pack_int8_blocks_by(PyObject* const* values, Py_ssize_t count, const Op& op) {
     Arguments next(values, count, 8);
-    BlockWeight weight{};
-    weight.kind = static_cast<Blocks>(next.integer());
-    weight.blocks = next.address<uint8_t>();
-    int64_t num_bytes = next.integer();
-    weight.table = next.address<int8_t>();
+    BlockArguments blocks(next);
     int8_t* packed = next.address<int8_t>();
     float* scales = next.address<float>();
     int64_t in = next.integer(), out = next.integer();
-    if (next.failed()) return nullptr;
-    weight.row_bytes = out > 0 ? num_bytes / out : 0;
-    weight.blocks_a_row = count_blocks(weight.kind, weight.row_bytes, in);
-    if (weight.blocks_a_row < 0 || weight.row_bytes * out != num_bytes)
-        return PyErr_Format(PyExc_ValueError, "blocks and weights differ in their sizes");
-    return run(next, [=] { op(pool, WeightRows{BlockWeight::read, &weight, in, out}, packed, scales); });
+    if (!blocks.fit(next, in, out)) return nullptr;
+    return run(next, [=] { op(pool, WeightRows{BlockWeight::read, &blocks.weight, in, out}, packed, scales); });
 }
 
 enum class Scales { apart, inside };  // where a packed weight has its scales
@@ -363,17 +393,29 @@ PyObject* grouped_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 PyObject* pack_grouped(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 10);
+    Grouped format = next.format();
+    StoredGroups weight{};
+    weight.values = next.address();
+    weight.scales = next.address<uint16_t>();
+    weight.minimums = next.address<uint16_t>();
+    int8_t* table = next.address<int8_t>();
+    uint8_t* packed = next.address<uint8_t>();
+    weight.row_bytes = next.integer();
+    weight.groups = next.integer();
+    int64_t in = next.integer(), out = next.integer();
+    return run(next, [=] { ops->pack_grouped(pool, format, GroupRows{StoredGroups::read, &weight, in, out}, table, packed); });
+}
+
+PyObject* pack_grouped_blocks(PyObject*, PyObject* const* values, Py_ssize_t count) {
     Arguments next(values, count, 8);
     Grouped format = next.format();
-    GroupedArgs args{};
-    args.values = next.address();
-    args.scales = next.address<uint16_t>();
-    args.minimums = next.address<uint16_t>();
-    args.table = next.address<int8_t>();
-    args.packed = next.address<uint8_t>();
-    args.in = next.integer();
-    args.out = next.integer();
-    return run(next, [=] { ops->pack_grouped(pool, format, args); });
+    BlockArguments blocks(next);
+    uint8_t* packed = next.address<uint8_t>();
+    int64_t in = next.integer(), out = next.integer();
+    if (!blocks.fit(next, in, out)) return nullptr;
+    BlockGroups groups{blocks.weight, in};
+    return run(next, [=] { ops->pack_grouped(pool, format, GroupRows{BlockGroups::read, &groups, in, out}, groups.weight.table, packed); });
 }
 
 PyObject* linear_grouped(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -617,6 +659,7 @@ PyMethodDef methods[] = {
     OP(embedding_int8),
     OP(grouped_bytes),
     OP(pack_grouped),
+    OP(pack_grouped_blocks),
     OP(linear_grouped),
     OP(embedding_grouped),
     OP(quantize_int4),

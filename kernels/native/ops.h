@@ -164,13 +164,33 @@ struct WeighArgs {
 // of 32 inputs, except in six bits of 16. Nibbles alone mean -8…7, and the values of a small table are from -16 to 16.
 enum class Grouped { nibbles_above_minimum, nibbles, small_table, table, five_bits, five_bits_above_minimum, six_bits, bytes };
 
-struct GroupedArgs {
-    const void* values;             // as a GroupedWeight has them
-    const uint16_t* scales;         // [out, in / group], fp16
-    const uint16_t* minimums;       // likewise, if the format has any
-    const int8_t* table;            // [16], if the format has one
-    uint8_t* packed;                // grouped_bytes(in, out)
+// A row of a weight in groups, as a GroupedWeight has it: in 4 bits two codes a byte, else a value a byte. Scales and
+// minimums are in fp16; `minimums` is null if the format has none.
+struct GroupRow {
+    const uint8_t* values;
+    const uint16_t *scales, *minimums;
+};
+
+// A weight [out, in] in groups of which several threads read rows, whatever form they have in memory.
+struct GroupRows {
+    // Returns a row, for which `buffer` may be used. It has room for `in` values, scales and minimums each.
+    GroupRow (*read)(const void* weight, int64_t row, uint8_t* buffer);
+    const void* weight;
     int64_t in, out;
+};
+
+// A GroupedWeight.
+struct StoredGroups {
+    const void* values;
+    const uint16_t* scales;         // [out, groups], fp16
+    const uint16_t* minimums;       // likewise, if the format has any
+    int64_t row_bytes, groups;      // of the values of a row; and how many groups it has
+
+    static GroupRow read(const void* weight, int64_t row, uint8_t*) {
+        auto& self = *static_cast<const StoredGroups*>(weight);
+        return {static_cast<const uint8_t*>(self.values) + row * self.row_bytes, self.scales + row * self.groups,
+                self.minimums ? self.minimums + row * self.groups : nullptr};
+    }
 };
 
 struct Ops {
@@ -192,7 +212,8 @@ struct Ops {
     void (*linear_int8)(ThreadPool&, Dtype, const LinearArgs&);
     void (*embedding_int8)(ThreadPool&, Dtype, const int64_t* ids, const int8_t* packed, const float* scales, void* out, int64_t count, int64_t in);
     int64_t (*grouped_bytes)(Grouped, int64_t in, int64_t out);
-    void (*pack_grouped)(ThreadPool&, Grouped, const GroupedArgs&);
+    // `packed` has grouped_bytes(in, out). `table` [16], if the format has one, is put behind the last panel.
+    void (*pack_grouped)(ThreadPool&, Grouped, const GroupRows&, const int8_t* table, uint8_t* packed);
     void (*linear_grouped)(ThreadPool&, Dtype, Grouped, const LinearArgs&);
     void (*embedding_grouped)(ThreadPool&, Dtype, Grouped, const int64_t* ids, const uint8_t* packed, void* out, int64_t count, int64_t in, int64_t out_size);
     // Rounds groups of 32 weights to 4 bits above a minimum, as a GroupedWeight has them.

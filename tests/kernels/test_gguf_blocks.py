@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pagoda_server.checkpoints.gguf_blocks import READERS
-from pagoda_server.kernels import GroupedFormat, GroupedWeight, PackedInt8, has_native_int8_weight
+from pagoda_server.kernels import GroupedFormat, GroupedWeight, PackedGroups, PackedInt8, has_native_int8_weight
 from pagoda_server.kernels.gguf_blocks import KINDS, read_groups, read_values, reads_blocks
+from pagoda_server.kernels.linear_grouped import NativeGrouped, linear_grouped_native
 from pagoda_server.kernels.linear_quantized import packed_int8_weight
 
 from ..checkpoints.test_gguf_blocks import SIZES, random_blocks
@@ -69,6 +70,23 @@ def test_blocks_are_packed_in_int8_as_their_values_are(kind: str, allocate: Call
     assert place.is_finite
     assert torch.equal(place.values, expected.values)
     assert torch.equal(place.scales, expected.scales)
+
+
+@pytest.mark.parametrize("columns", [3, 4])
+@pytest.mark.parametrize("kind", READERS)
+def test_blocks_are_packed_in_groups_as_the_same_groups_in_memory_are(kind: str, columns: int) -> None:
+    encoded, reader = random_blocks(kind, 70, columns), READERS[kind]
+    blocks, in_size = torch.from_numpy(encoded.reshape(len(encoded), -1)), columns * SIZES[kind][0]
+    form = GroupedFormat(*astuple(reader.grouping))
+    whole, place = GroupedWeight.allocate(form, 70, in_size), PackedGroups.allocate(form, 70, in_size)
+    read_groups(kind, blocks, whole)
+    place.packed.fill_(0xFF)  # what packing leaves out would show
+    for part, rows in zip(place.split([32, 38]), blocks.split([32, 38]), strict=True):
+        part.copy_blocks(kind, rows.contiguous(), form.table)
+    packed, x = linear_grouped_native(place, None), torch.randn(3, in_size)
+    assert torch.equal(packed(x), linear_grouped_native(whole, None)(x))
+    assert isinstance(packed, NativeGrouped)
+    torch.testing.assert_close(packed.rows(torch.arange(70)), whole.dequantize(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("allocate", ALLOCATE)

@@ -186,8 +186,9 @@ public:
 
     double at(int64_t column, int64_t i) const override { return scale(column, i) * value(column, i) + minimum(column, i); }
     void pack() override {
-        on_.ops.pack_grouped(on_.pool, format_.format,
-                             {values_.data(), scales_of_.data(), format_.has_minimum ? minimums_.data() : nullptr, format_.table.data(), packed_.data(), shape_.in, shape_.out});
+        StoredGroups stored{values_.data(), scales_of_.data(), format_.has_minimum ? minimums_.data() : nullptr,
+                            shape_.in / (format_.bits == 4 ? 2 : 1), shape_.in / format_.group};
+        on_.ops.pack_grouped(on_.pool, format_.format, {StoredGroups::read, &stored, shape_.in, shape_.out}, format_.table.data(), packed_.data());
     }
     void multiply(ThreadPool& pool, const LinearArgs& args) const override { on_.ops.linear_grouped(pool, on_.dtype, format_.format, args); }
 
