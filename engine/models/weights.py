@@ -71,7 +71,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 Packed = PackedGroups | PackedInt8
 Weight = Tensor | GroupedWeight | Packed
-Place = TypeVar("Place", Tensor, GroupedWeight, PackedGroups, PackedInt8)
+Place = TypeVar("Place", bound=Weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +237,7 @@ class Checkpoint:
         def read(job: tuple[Weight, slice]) -> Weight:
             target, part = job
             if isinstance(target, GroupedWeight | PackedGroups) and target.format == form:
-                is_packed = isinstance(target, PackedGroups)
-                place = GroupedWeight.allocate(form, *target.shape) if is_packed else target
+                place = target if isinstance(target, GroupedWeight) else GroupedWeight.allocate(form, *target.shape)
                 return _grouped(name, stored, rows, part, place)
             weight = rows.changed(_whole(stored, rows, part, dtype), part)
             if not isinstance(target, PackedInt8):
