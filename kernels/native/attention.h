@@ -21,10 +21,12 @@ struct TokenOffsets {
             if (++within == block_size) within = 0, block++;
         }
     }
+
+    bool has(int64_t i) const { return i >= unseen && i < count; }
 };
 
 // The scales of a run of tokens for one KV head, gathered for the keys and values of all its queries. Pages of floats have none.
-template <typename P>
+template <int V, typename P>
 struct TokenScales {
     TokenScales(const AttentionArgs&, const TokenOffsets&, int64_t) {}
 
@@ -34,8 +36,8 @@ struct TokenScales {
     Floats value(Floats read, int64_t) const { return read; }
 };
 
-template <>
-struct TokenScales<int8_t> {
+template <int V>
+struct TokenScales<V, int8_t> {
     static constexpr int64_t STEP = 32;  // tokens that every loop over scores ends within
     int64_t count;
     alignas(64) float keys[SPLIT], values[SPLIT];  // zeros for unseen tokens and up to the next multiple of STEP
@@ -43,8 +45,8 @@ struct TokenScales<int8_t> {
     TokenScales(const AttentionArgs& args, const TokenOffsets& tokens, int64_t kv_head)
         : count(ceil_div(tokens.count, STEP) * STEP) {
         for (int64_t i = 0; i < count; i++) {
-            bool is_key = i >= tokens.unseen && i < tokens.count;
-            int64_t at = is_key ? tokens.at[i] / args.head_dim + kv_head : 0;
+            bool is_key = tokens.has(i);
+            int64_t at = is_key ? tokens.at[i] / (V * LANES) + kv_head : 0;
             keys[i] = is_key ? args.key_scales[at] : 0;
             values[i] = is_key ? args.value_scales[at] : 0;
         }
@@ -92,11 +94,7 @@ inline float divisor(const AttentionArgs& args, int64_t head, float top, float t
 #if defined(PAGODA_AMX)
 #include "attention_prefill_amx.h"
 #endif
-
-struct AttentionPart {
-    int32_t seq, first, last;  // a range of the sequence's queries, or of its context if it has few queries
-    int64_t split;             // where its partial results start; -1: the part is the whole context
-};
+#include "attention_shared.h"
 
 template <int V, typename P>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
@@ -105,6 +103,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     static std::vector<AttentionPart> decodes, prefills;  // one op runs at a time; decodes include chunks of few queries
     static std::vector<size_t> merged;                    // the first part of each sequence that has several in `decodes`
     static std::vector<float> partial;
+    static SharedParts shared;
     prefills.clear();
     auto queries_of = [&](int32_t seq) { return args.query_start[seq + 1] - args.query_start[seq]; };
     for (int32_t seq = 0; seq < args.num_seqs; seq++) {
@@ -143,50 +142,49 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         return seq;
     };
 
-    float scale = 1.0f / std::sqrt(static_cast<float>(HEAD_DIM));
     int64_t stride = args.num_kv_heads * HEAD_DIM;
     const P *all_keys = static_cast<const P*>(args.keys), *all_values = static_cast<const P*>(args.values);
     auto locate = [&](const AttentionPart& part) {
         return TokenOffsets(args.block_table + part.seq * args.max_blocks, args.block_size, stride, part.first, part.last);
     };
-    auto decode = [&](const AttentionPart& part, const TokenOffsets& split, int64_t kv_head, Prefetch<P>& prefetch) {
+    auto decode = [&](const AttentionPart& part, const TokenOffsets& split, int64_t kv_head, Prefetch<V, P>& prefetch) {
         static thread_local std::vector<float> room;
-        int64_t num_queries = queries_of(part.seq), rows = num_queries * group;
-        room.resize(std::max<size_t>(room.size(), rows * (2 * HEAD_DIM + 2)));
+        PartRows rows{args, part, kv_head};
+        room.resize(std::max<size_t>(room.size(), rows.count * (2 * HEAD_DIM + 2)));
         const P *keys = all_keys + kv_head * HEAD_DIM, *values = all_values + kv_head * HEAD_DIM;
-        const TokenScales<P> scales(args, split, kv_head);
+        const TokenScales<V, P> scales(args, split, kv_head);
         float* queries = room.data();
-        auto element = [&](int64_t query) {  // of a query's heads, which lie together
-            return ((args.query_start[part.seq] + query) * args.num_heads + kv_head * group) * HEAD_DIM;
-        };
-        for (int64_t query = 0; query < num_queries; query++)
-            for (int64_t i = 0; i < group * HEAD_DIM; i += LANES)
-                store(queries + query * group * HEAD_DIM + i, load_query<P>(args, element(query) + i) * scale);
-        auto seen = [&](int64_t row) {
-            int64_t last = args.context_len[part.seq] - num_queries + row / group + 1;
-            int64_t first = args.sliding_window ? last - args.sliding_window : 0;
-            return Sight{std::max<int64_t>(0, first - part.first), std::min<int64_t>(split.count, last - part.first)};
-        };
+        for (int64_t row = 0; row < rows.count; row++) PartRow{rows, row}.template load_scaled<P>(queries + row * HEAD_DIM);
+        auto seen = [&](int64_t row) { return rows.seen(row / rows.group); };
         if (part.split < 0) {
-            float *out = queries + rows * HEAD_DIM, *tops = out + rows * HEAD_DIM, *totals = tops + rows;
-            attend_split<V>(queries, rows, keys, values, split, scales, args.softcap, seen, prefetch, tops, totals, out);
-            for (int64_t row = 0; row < rows; row++) {
-                float total = divisor(args, kv_head * group + row % group, tops[row], totals[row]);
-                for (int64_t d = 0; d < HEAD_DIM; d += LANES)
-                    store_result<P>(args, element(row / group) + row % group * HEAD_DIM + d, load(out + row * HEAD_DIM + d) / total);
-            }
+            float *out = queries + rows.count * HEAD_DIM, *tops = out + rows.count * HEAD_DIM, *totals = tops + rows.count;
+            attend_split<V>(queries, rows.count, keys, values, split, scales, args.softcap, seen, prefetch, tops, totals, out);
+            for (int64_t row = 0; row < rows.count; row++)
+                PartRow{rows, row}.template finish<P>(tops[row], totals[row], out + row * HEAD_DIM);
         } else {
-            int64_t all_rows = rows * args.num_kv_heads, first_row = rows * kv_head;
-            float *out = partial.data() + part.split, *tops = out + all_rows * HEAD_DIM + first_row;
-            attend_split<V>(queries, rows, keys, values, split, scales, args.softcap, seen, prefetch, tops, tops + all_rows,
-                            out + first_row * HEAD_DIM);
+            float* results = partial.data();
+            attend_split<V>(queries, rows.count, keys, values, split, scales, args.softcap, seen, prefetch, results + rows.tops(),
+                            results + rows.totals(), results + rows.sums());
         }
+    };
+    auto decode_shared = [&](int64_t number) {
+        static thread_local std::vector<PartRow> rows;
+        int64_t kv_head = number % args.num_kv_heads;
+        const SharedParts::Tile& tile = shared.tiles[number / args.num_kv_heads];
+        rows.clear();
+        for (int32_t i = tile.part; static_cast<int64_t>(rows.size()) < tile.num_rows; i = shared.next[i]) {
+            PartRows part{args, decodes[i], kv_head};
+            int64_t first = i == tile.part ? tile.row : 0, left = tile.num_rows - static_cast<int64_t>(rows.size());
+            for (int64_t row = first; row < std::min(part.count, first + left); row++) rows.push_back({part, row});
+        }
+        attend_shared<V>(rows, tile.tokens, all_keys + kv_head * HEAD_DIM, all_values + kv_head * HEAD_DIM, partial.data());
     };
     int64_t num_decodes = 0, run_length = 0, heads_a_part = 0;
     // With enough work, a thread takes a run of parts with all their heads, and prefetches the next part while it computes
     // one. The first of a run is not prefetched, so runs are long: two a thread, in case another process takes a core.
     auto share_decodes = [&] {
-        num_decodes = static_cast<int64_t>(decodes.size());
+        shared.find(args, decodes, [&](const AttentionPart& part) { return queries_of(part.seq) * group; });
+        num_decodes = static_cast<int64_t>(shared.alone.size());
         bool is_plenty = num_decodes >= 4 * pool.size();
         run_length = is_plenty ? std::max<int64_t>(2, ceil_div(num_decodes, 2 * pool.size())) : 1;
         heads_a_part = is_plenty ? args.num_kv_heads : 1;
@@ -197,20 +195,21 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
         int64_t first_head = number % head_parts * heads_a_part, at = number / head_parts * run_length;
         int64_t end = std::min(num_decodes, at + run_length);
         TokenOffsets splits[2];
-        splits[at % 2] = locate(decodes[at]);
+        auto part_at = [&](int64_t i) -> const AttentionPart& { return decodes[shared.alone[i]]; };
+        splits[at % 2] = locate(part_at(at));
         for (; at < end; at++) {
             const TokenOffsets& split = splits[at % 2];
-            int64_t steps = heads_a_part * ceil_div(queries_of(decodes[at].seq) * group, 4) * split.count;
-            Prefetch<P> prefetch;
+            int64_t steps = heads_a_part * ceil_div(queries_of(part_at(at).seq) * group, 4) * split.count;
+            Prefetch<V, P> prefetch;
             if (at + 1 < end) {
-                splits[(at + 1) % 2] = locate(decodes[at + 1]);
+                splits[(at + 1) % 2] = locate(part_at(at + 1));
                 prefetch = {&args, splits[(at + 1) % 2], all_keys, all_values, stride, steps};
             } else {  // the last of a run: prefetch its own values, which are needed after its scores
                 const P* values = all_values + first_head * HEAD_DIM;
                 prefetch = {nullptr, split, values, values, heads_a_part * HEAD_DIM, ceil_div(steps, heads_a_part)};
             }
             for (int64_t kv_head = first_head; kv_head < first_head + heads_a_part; kv_head++)
-                decode(decodes[at], split, kv_head, prefetch);
+                decode(part_at(at), split, kv_head, prefetch);
         }
     };
     int64_t head_tiles = ceil_div(group, ROW_TILE);  // of a KV head
@@ -245,12 +244,14 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     int64_t prefill_parts = static_cast<int64_t>(prefills.size()) * args.num_kv_heads * head_tiles;
     for (int32_t next = 0; next < args.num_seqs; prefill_parts = 0) {
         next = collect_decodes(next);
-        int64_t decode_runs = share_decodes();
-        pool.run(static_cast<int>(prefill_parts + decode_runs), [&](int number) {
+        int64_t decode_runs = share_decodes(), shared_tiles = static_cast<int64_t>(shared.tiles.size()) * args.num_kv_heads;
+        pool.run(static_cast<int>(prefill_parts + shared_tiles + decode_runs), [&](int number) {
             if (number < prefill_parts)
                 prefill(number);
+            else if (number < prefill_parts + shared_tiles)
+                decode_shared(number - prefill_parts);
             else
-                decode_run(number - prefill_parts);
+                decode_run(number - prefill_parts - shared_tiles);
         });
         int64_t merges = static_cast<int64_t>(merged.size());
         if (merges == 0) continue;

@@ -61,24 +61,28 @@ struct Tile {
     float tops[ROW_TILE], totals[ROW_TILE];
 };
 
-// Loads the keys and values of these tokens, and zeros for unseen ones and up to the next multiple of LANES.
-template <int V, typename T>
-void load_keys(Tile<V>& tile, const T* keys, const T* values, const TokenOffsets& tokens, const TokenScales<T>& scales) {
-    constexpr int64_t HEAD_DIM = V * LANES;
+// Loads the keys of these tokens, transposed into rows of WIDTH, and zeros for unseen ones and up to the next multiple of
+// LANES: the content of other slots must not reach a product.
+template <int V, int64_t WIDTH, typename T, typename Scales>
+void load_keys(float* to, const T* keys, const TokenOffsets& tokens, const Scales& scales) {
     for (int64_t first = 0; first < tokens.count; first += LANES) {
-        int64_t count = std::min<int64_t>(LANES, tokens.count - first);
-        for (int64_t d = 0; d < HEAD_DIM; d += LANES) {
+        for (int64_t d = 0; d < V * LANES; d += LANES) {
             Floats rows[LANES];
-            for (int64_t i = 0; i < LANES; i++) {  // the content of other slots must not reach a product
-                bool is_key = i < count && first + i >= tokens.unseen;
-                rows[i] = is_key ? scales.key(load(keys + tokens.at[first + i] + d), first + i) : Floats{};
-                Floats value = is_key ? scales.value(load(values + tokens.at[first + i] + d), first + i) : Floats{};
-                store(tile.values + (first + i) * HEAD_DIM + d, value);
-            }
+            for (int64_t i = 0; i < LANES; i++)
+                rows[i] = tokens.has(first + i) ? scales.key(load(keys + tokens.at[first + i] + d), first + i) : Floats{};
             transpose(rows);
-            for (int64_t i = 0; i < LANES; i++) store(tile.keys + (d + i) * KEY_TILE + first, rows[i]);
+            for (int64_t i = 0; i < LANES; i++) store(to + (d + i) * WIDTH + first, rows[i]);
         }
     }
+}
+
+// Loads their values likewise, in the order of the pages.
+template <int V, typename T, typename Scales>
+void load_values(float* to, const T* values, const TokenOffsets& tokens, const Scales& scales) {
+    constexpr int64_t HEAD_DIM = V * LANES;
+    for (int64_t i = 0; i < ceil_div(tokens.count, LANES) * LANES; i++)
+        for (int64_t d = 0; d < HEAD_DIM; d += LANES)
+            store(to + i * HEAD_DIM + d, tokens.has(i) ? scales.value(load(values + tokens.at[i] + d), i) : Floats{});
 }
 
 // Adds the scores of `width` keys to a row's running softmax: turns them into weights and scales down the row's sums. The
@@ -163,7 +167,9 @@ void attend_tile(const TileRows& rows, const T* keys, const T* values) {
     for (int64_t begin = rows.begin(); begin < rows.end; begin += KEY_TILE) {
         TokenOffsets tokens = rows.tokens(begin);
         int columns = static_cast<int>(ceil_div(tokens.count, LANES));
-        load_keys(tile, keys, values, tokens, TokenScales<T>(rows.args, tokens, rows.kv_head()));
+        const TokenScales<V, T> scales(rows.args, tokens, rows.kv_head());
+        load_keys<V, KEY_TILE>(tile.keys, keys, tokens, scales);
+        load_values<V>(tile.values, values, tokens, scales);
         std::memset(tile.weights, 0, padded_rows * KEY_TILE * sizeof(float));
         multiply_add<KEY_TILE / LANES>(tile.queries, HEAD_DIM, tile.keys, tile.weights, padded_rows, HEAD_DIM, columns);
         for (int64_t row = 0; row < rows.count; row++) {

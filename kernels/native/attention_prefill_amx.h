@@ -117,7 +117,7 @@ void attend_tile(const TileRows& rows, const P* keys, const P* values) {
         TokenOffsets tokens = rows.tokens(begin);
         int64_t width = ceil_div(tokens.count, DEPTH) * DEPTH;
         load_keys(tile, keys, values, tokens);
-        const TokenScales<P> scales(rows.args, tokens, rows.kv_head());
+        const TokenScales<V, P> scales(rows.args, tokens, rows.kv_head());
         for (int64_t batch = 0; batch < padded_rows; batch += BATCH) {
             int64_t batch_end = std::min(batch + BATCH, rows.count);
             if (rows.position(batch_end - 1) < begin) continue;  // these queries come before the keys

@@ -259,6 +259,27 @@ def test_without_the_mode_a_prompt_computed_at_once_has_other_logits(saved: Call
     assert not differs(deterministic=True)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+def test_continuations_that_share_a_prompts_blocks_have_the_logits_that_each_has_alone(
+    saved: Callable[..., Path], kv_cache_dtype: str
+) -> None:
+    runner = load(saved("qwen3", 64), deterministic=False, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+    blocks, prompt = ShuffledBlocks(runner), random_prompt(SPLIT + 240, seed=0)
+    first = blocks.sequence(prompt, 1)
+    logits_of(runner, StepPlan([next_chunk(first)]))
+    shared = len(prompt) // runner.info.kv_cache.block_size
+    seqs = [blocks.sequence(prompt + random_prompt(4, seed=1 + number), 1) for number in range(12)]
+    for seq in seqs:
+        seq.blocks[:shared] = first.blocks[:shared]
+
+    def decode(seqs: list[Sequence], at: int) -> Tensor:
+        return logits_of(runner, StepPlan([Chunk(seq, at, 1, True) for seq in seqs]))
+
+    for at in range(len(prompt), len(prompt) + 4):
+        alone = torch.cat([decode([seq], at) for seq in seqs])
+        assert torch.equal(decode(seqs, at), alone)
+
+
 def test_draws_and_logprobs_are_the_same_alone_and_in_a_batch(saved: Callable[..., Path]) -> None:
     runner = load(saved("qwen3"), dtype="bfloat16", quantization="none")
     params = SamplingParams(

@@ -419,3 +419,38 @@ def test_many_split_contexts_are_attended_as_each_of_them_alone() -> None:
     together = attend(0, count)
     for seq in (0, 1, count // 2, count - 2, count - 1):
         assert torch.equal(together[seq], attend(seq, seq + 1)[0])
+
+
+@needs_native
+@pytest.mark.usefixtures("each_instruction_set")
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("pages", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_sequences_that_share_blocks_are_attended_as_each_of_them_alone(
+    block_size: int, pages: torch.dtype, window: int | None
+) -> None:
+    keys, values = torch.randn(2, 1200, block_size, 2, 64)
+    kv = PagedKV(keys.bfloat16(), values.bfloat16())
+    if pages == torch.int8:
+        (keys, key_scales), (values, value_scales) = quantize_heads(keys, pages), quantize_heads(values, pages)
+        kv = PagedKV(keys, values, key_scales, value_scales)
+    rng = random.Random(0)
+    free = rng.sample(range(1200), 1200)
+    # The prompts share their first 500 tokens; then each is that of several continuations.
+    table = np.zeros((40, 700 // block_size + 1), dtype=np.int32)
+    table[:, : 500 // block_size] = free[: 500 // block_size]
+    for seq in range(40):
+        own = (500 if seq % 4 == 0 else 620) // block_size
+        table[seq] = table[seq - seq % 4]
+        table[seq, own:] = rng.sample(free, table.shape[1] - own)
+    lengths = [(rng.randint(620, 700), rng.choice((1, 1, 1, 3, 6, 9))) for _ in range(40)]
+    starts = np.cumsum([0, *(queries for _, queries in lengths)], dtype=np.int32)
+    context_len = np.array([context for context, _ in lengths], dtype=np.int32)
+    q = torch.randn(int(starts[-1]), 6, 64).bfloat16()
+    together = NATIVE.paged_attention(q, kv, plan_attention_native(starts, context_len, table, kv, window))
+    for seq, (_, queries) in enumerate(lengths):
+        rows = slice(starts[seq], starts[seq + 1])
+        plan = plan_attention_native(
+            np.array([0, queries], dtype=np.int32), context_len[seq : seq + 1], table[seq : seq + 1], kv, window
+        )
+        assert torch.equal(NATIVE.paged_attention(q[rows], kv, plan), together[rows])

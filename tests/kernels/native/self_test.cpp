@@ -35,6 +35,7 @@ const NamedTest TESTS[] = {
     {"rope_and_store_kv", test_rope_and_store_kv},
     {"paged_attention, decode", test_decode_attention},
     {"paged_attention, few queries", test_attention_of_few_queries},
+    {"paged_attention, shared blocks", test_attention_of_shared_blocks},
     {"paged_attention, prefill", test_prefill_attention},
     {"argmax", test_argmax},
     {"argmax, masked rows", test_argmax_of_masked_rows},

@@ -14,6 +14,8 @@ struct AttentionCase {
     std::vector<Sequence> sequences;
     float softcap = 0;
     std::vector<float> sinks = {};  // of the heads; empty: they have none
+    int64_t shared = 0;             // the first tokens of a sequence lie in the blocks of another one
+    int64_t families = 1;           // sequence i shares with sequence i % families
     bool has_scales = false;        // pages are of int8
 };
 
@@ -34,7 +36,10 @@ public:
             const Sequence& sequence = shape.sequences[seq];
             query_start_.push_back(query_start_.back() + static_cast<int32_t>(sequence.queries));
             context_len_.push_back(static_cast<int32_t>(sequence.context));
-            for (int64_t token = 0; token < sequence.context; token++) {
+            int64_t shared = static_cast<int64_t>(seq) < shape.families ? 0 : shape.shared / shape.block_size;
+            const int32_t* sharing = block_table_.data() + static_cast<int64_t>(seq) % shape.families * max_blocks();
+            std::copy(sharing, sharing + shared, block_table_.data() + seq * max_blocks());
+            for (int64_t token = shared * shape.block_size; token < sequence.context; token++) {
                 if (token % shape.block_size == 0) block_table_[seq * max_blocks() + token / shape.block_size] = order[taken++];
                 int64_t first = element(seq, token, 0);
                 for (int64_t i = first; i < first + shape.kv_heads * shape.head_dim; i++) {
@@ -203,6 +208,20 @@ Findings test_decode_attention(const Subject& on) {
         {64, 4, 2, 16, 0, {{1, 19}, {1, 300}, {3, 33}}, 1.5f, {-2.0f, 0.5f, 3.0f, -100.0f}},
     };
     for (int64_t head_dim : {16, 32, 80, 96, 256}) cases.push_back({head_dim, 5, 1, 16, 0, {{1, 37}}});
+    return test_attention(on, cases);
+}
+
+Findings test_attention_of_shared_blocks(const Subject& on) {
+    std::vector<Sequence> alike{{1, 300}, {1, 257}, {2, 290}, {6, 270}, {1, 512}};
+    std::vector<AttentionCase> cases{
+        {64, 9, 3, 16, 0, alike, 0, {}, 256},                                                // a whole split
+        {64, 9, 3, 16, 0, {{1, 240}, {1, 256}, {1, 225}, {1, 224}}, 0, {}, 224},             // the start of the only split
+        {64, 8, 2, 5, 270, {{1, 345}, {1, 345}, {1, 345}, {3, 345}, {6, 300}}, 0, {}, 300},  // behind a window's start
+        {64, 4, 1, 16, 0, alike, 1.5f, {-2.0f, 0.5f, 3.0f, -100.0f}, 208},
+        {32, 6, 2, 1, 0, std::vector<Sequence>(70, {2, 131}), 0, {}, 128, 2},  // several groups, of several tiles
+        {64, 9, 3, 16, 0, {{1, 100}, {1, 99}, {1, 97}, {1, 98}}, 0, {}, 48},   // too few tokens
+    };
+    for (int64_t head_dim : {16, 80, 96, 128, 256}) cases.push_back({head_dim, 6, 1, 16, 0, {{1, 84}, {1, 70}, {1, 64}}, 0, {}, 64});
     return test_attention(on, cases);
 }
 
