@@ -7,6 +7,7 @@ crowds       schedule() with thousands of sequences waiting
 experts      bytes and milliseconds of a layer with experts, beside a dense one and transformers
 guided       what a grammar costs per step, and what forced tokens save
 migration    how long streams pause that move from one engine to another
+replacements  streams that break when a server is replaced, beside llama.cpp's
 resume       restarting a preempted sequence: recomputed, or loaded from host memory
 router       capacity of a router process, and what it adds to TTFT and ITL
 speculation  what drafts gain one stream, and cost many

@@ -28,7 +28,7 @@ class Peer:
         assert program is not None, "the registry has found it"
         slots = min(settings.count, settings.max_num_seqs, MAX_SLOTS)
         slot_len = -(-settings.longest // SLOT_MULTIPLE) * SLOT_MULTIPLE
-        self._port = _free_port()
+        self._port = free_port()
         self._caches = settings.prefix_caching
         command = [program, "--model", settings.gguf, "--host", "127.0.0.1", "--port", str(self._port)]
         command += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
@@ -103,7 +103,7 @@ class Peer:
             return text
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
