@@ -324,7 +324,7 @@ def _own_name(path: str, asked: Asked) -> str:
         return "messages" if asked.is_chat else "prompt"
     if path.startswith("received"):
         return "last-event-id"
-    if path.startswith("guided"):
+    if path == "guided" or path.startswith("guided."):
         return asked.format_name
     if path == "output.logprobs" and asked.is_chat:
         return "top_logprobs"

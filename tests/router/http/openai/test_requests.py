@@ -228,6 +228,7 @@ def test_a_completion_repeats_its_prompt_with_the_log_probabilities_of_both() ->
         ({"reasoning_effort": "huge"}, "reasoning_effort: must be one of none, minimal"),
         ({"verbosity": 3}, "verbosity: must be a string"),
         ({"tempersture": 1}, "tempersture: is not a field that this server knows"),
+        ({"guided_regex": "a"}, "guided_regex: is not a field that this server knows"),
         ({"tools": [{"type": "function"}]}, "tools[0].function: must be an object"),
         (
             {"tools": [{"type": "function", "function": {"parameters": "{}"}}]},
