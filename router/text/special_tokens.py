@@ -31,8 +31,10 @@ _OUTSIDE_ANY_VOCABULARY = "\U0010ffff"
 class SpecialTokens:
     """Encodes text in which special tokens are text, and templates in which they are tokens."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Change the tokenizer: its special tokens become text, and aliases are added above its last id.
+
+        vocab_size  its last id, and one more: a vocabulary is a large dictionary, which is made at each question
 
         Raises ValueError if too many ids below the last have no token.
         """
@@ -47,7 +49,7 @@ class SpecialTokens:
         # Digits survive a template that changes case. A user who guesses the mark can only have it removed.
         self._mark = _random_digits()[-16:]
         self._alias = {token.content: f"{_random_digits()}{id}" for id, token in special.items()}
-        self._id_of_alias = self._add_aliases(special)
+        self._id_of_alias = self._add_aliases(special, vocab_size)
         tokenizer.encode_special_tokens = True
         # The token for characters outside the vocabulary may occur in plain text.
         unknown = tokenizer.encode(_OUTSIDE_ANY_VOCABULARY, add_special_tokens=False).ids
@@ -100,11 +102,10 @@ class SpecialTokens:
             for piece in encoding.ids
         ]
 
-    def _add_aliases(self, special: dict[int, AddedToken]) -> dict[int, int]:
+    def _add_aliases(self, special: dict[int, AddedToken], vocab_size: int) -> dict[int, int]:
         tokenizer = self._tokenizer
         # The library numbers new tokens from the vocabulary's size. If ids have gaps, the first ones would collide.
-        highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        gaps = highest + 1 - tokenizer.get_vocab_size(with_added_tokens=True)
+        gaps = vocab_size - tokenizer.get_vocab_size(with_added_tokens=True)
         if gaps > _MAX_GAPS:
             raise ValueError(f"its ids leave {gaps} without a token; at most {_MAX_GAPS} are supported")
         tokenizer.add_tokens([_random_digits() for _ in range(gaps)])
@@ -121,8 +122,9 @@ class SpecialTokens:
                 for token in special.values()
             ]
         )
-        ids = tokenizer.get_vocab(with_added_tokens=True)
-        return {ids[self._alias[token.content]]: id for id, token in special.items()}
+        ids = {tokenizer.token_to_id(self._alias[token.content]): id for id, token in special.items()}
+        assert None not in ids, "each alias has just been added"
+        return {alias: id for alias, id in ids.items() if alias is not None}
 
 
 def _random_digits() -> str:

@@ -73,7 +73,7 @@ class Tokenizer:
             added = tokenizer.get_added_tokens_decoder()
             self.added_ids = {token.content: id for id, token in added.items()}
             self._detokenization = Detokenization(tokenizer)
-            self._special_tokens = SpecialTokens(tokenizer)
+            self._special_tokens = SpecialTokens(tokenizer, self.vocab_size)
             sample = self.encode(_SAMPLE)
         if max(sample, default=-1) >= self.vocab_size:
             raise ConfigError(f"tokenizer.json encodes texts with the id {max(sample)}, which no token has")
