@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,12 +41,14 @@ class Adapters:
         engines: Engines,
         declared: Mapping[str, str] | None = None,
         on_fault: Callable[[str, PagodaError], None] = lambda name, error: None,
+        inherited: Iterable[Adapter] = (),
     ) -> None:
         """
-        declared  paths, by name, of those that engines load when they join
-        on_fault  called when one of these cannot be loaded, and never was
+        declared   paths, by name, of those that engines load when they join
+        on_fault   called when one of these cannot be loaded, and never was
+        inherited  what a former engine held, in whose place one without adapters comes
         """
-        self.known: dict[str, Adapter] = {}
+        self.known: dict[str, Adapter] = {each.name: each for each in inherited}
         self._faults: dict[tuple[str, str], str] = {}  # by adapter and engine, why it does not hold what it should
         self._engines = engines
         self._declared = dict(declared or {})
@@ -85,6 +87,11 @@ class Adapters:
         adapter = self.known.get(name)
         return self._engines.holding(adapter.identity).ready if adapter else []
 
+    @property
+    def are_held(self) -> bool:
+        """Whether an engine holds each of them, or cannot."""
+        return all(self.holders(name) or self.fault(name) for name in self.names)
+
     def fault(self, name: str) -> str:
         """Why engines could not load an adapter, for people to read; empty: all could."""
         return "; ".join(f"engine {engine}: {why}" for (of, engine), why in self._faults.items() if of == name)
@@ -104,6 +111,8 @@ class Adapters:
                 continue  # what the others hold counts: it has missed a change
             if has_joined or name not in before or before[name].identity != adapter.identity:
                 self.known[name] = adapter
+                if has_joined and self._declared.get(name, adapter.path) != adapter.path:
+                    self._note_other(engine, adapter)
         for name in () if has_joined else before.keys() - held.by_name.keys():
             if name in self.known and self.known[name].identity == before[name].identity:
                 self._drop(name)
@@ -154,6 +163,11 @@ class Adapters:
         if name not in self.known:
             self._on_fault(name, error)
 
+    def _note_other(self, engine: EngineChannel, adapter: Adapter) -> None:
+        why = f"--lora says {self._declared[adapter.name]}; what it has from {adapter.path} stays until it is replaced"
+        self._faults[adapter.name, engine.name] = why
+        log.warning("the engine at %s holds another adapter %s: %s", engine.label, adapter.name, why)
+
     # -- what an operator asks for ----------------------------------------------------------------------------------
 
     async def load(self, name: str, path: str, *, is_pinned: bool, replaces: bool) -> Adapter:
@@ -172,12 +186,14 @@ class Adapters:
         return await asyncio.shield(self._begin(change()))
 
     async def unload(self, name: str) -> None:
-        """Have every engine forget an adapter. Raises NotFound, ResourceExhausted."""
+        """Have every engine forget an adapter. Raises NotFound, ResourceExhausted, Unavailable."""
 
         async def change() -> None:
             async with self._turn():
                 if name not in self:
                     raise NotFound("lora_name: no adapter of this name is loaded")
+                if not self._engines.ready:  # other routers, which learn of it from an engine, would load it again
+                    raise Unavailable("no engine is ready", retry_after_s=self._engines.retry_after_s)
                 self._forget(name)
                 for engine in self._engines.ready:
                     if name in (engine.held.by_name or {}):

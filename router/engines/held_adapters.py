@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from pagoda.engine.v1 import engine_pb2
 
@@ -36,6 +37,13 @@ class Adapter:
     def of(cls, reported: engine_pb2.Adapter) -> Adapter:
         each = reported
         return cls(each.name, each.identity, each.rank, each.num_bytes, each.is_pinned, each.path)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"identity": self.identity.hex()}
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> Adapter:
+        return cls(**(given | {"identity": bytes.fromhex(given["identity"])}))
 
 
 class HeldAdapters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ STARTS = "starts "
 SERVES = "serves"
 ENGINE_READY = "engine ready"
 ENGINE_HANGS = "engine hangs"
+ADAPTERS = "adapters "  # a list in JSON follows
 
 
 class Parent(EngineKeeper, Protocol):
@@ -27,6 +29,9 @@ class Parent(EngineKeeper, Protocol):
     def starts(self, address: str, url: str = "") -> None: ...
 
     def is_ready(self) -> None: ...
+
+    def keep_adapters(self, adapters: list[dict[str, object]]) -> None:
+        """Keep what an engine holds that the parent has spawned, for one that takes its place."""
 
     async def retired(self) -> None:
         """Wait until other routers serve the port."""
@@ -43,6 +48,9 @@ class _Lines:
 
     def is_ready(self) -> None:
         self._send(SERVES)
+
+    def keep_adapters(self, adapters: list[dict[str, object]]) -> None:
+        self._send(ADAPTERS + json.dumps(adapters))
 
     def mark_ready(self) -> None:
         self._send(ENGINE_READY)

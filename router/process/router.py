@@ -24,6 +24,7 @@ from ..engines.choosing import RULES
 from ..engines.fleet import Engines, EnginesOf, Fleet, Member
 from ..engines.group import SETTLES_S, EngineGroup
 from ..engines.handshake import channel_trust
+from ..engines.held_adapters import Adapter
 from ..engines.membership import membership
 from ..engines.refusals import WrongEngine
 from ..engines.stream import Wakeups
@@ -78,6 +79,7 @@ class Router:
     spawned  address of the engine that the parent has spawned, if it has
     replaces whether this one listens only once it has an engine, because others serve the port, or have served it
     is_alone whether there is no other router until `join` is called
+    adapters those that a spawned engine held in whose place another one comes
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Router:
         spawned: str | None = None,
         replaces: bool = False,
         is_alone: bool = False,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._config = config
@@ -104,6 +107,7 @@ class Router:
         self._socket = socket
         self._replaces = replaces
         self._is_alone = is_alone
+        self._inherited, self._kept = adapters, [each.to_json() for each in adapters]
         self._spawned = spawned
         self._parent = parent
         self._live = LiveRequests()
@@ -192,7 +196,8 @@ class Router:
 
     def _served(self, name: str, engines: Engines) -> ServedModel:
         declared = dict(named_loras(self._config.lora)) if name == self._name else {}
-        adapters = Adapters(engines, declared, self._on_adapter_fault)
+        inherited = self._inherited if name == self._name else ()
+        adapters = Adapters(engines, declared, self._on_adapter_fault, inherited)
         return ServedModel.of(self._config, name, self._folders[name], self._tokenizers[name], engines, adapters)
 
     def _on_adapter_fault(self, name: str, error: PagodaError) -> None:
@@ -204,6 +209,15 @@ class Router:
         for model in self._models:
             if model.name == engine.model:
                 model.adapters.follow(engine)
+                if self._is_engine_ours:
+                    self._keep(model.adapters)
+
+    def _keep(self, adapters: Adapters) -> None:
+        """Have the parent keep what requests may name, where that has changed."""
+        known = [each.to_json() for each in adapters.known.values()]
+        if known != self._kept:
+            self._kept = known
+            self._parent.keep_adapters(known)
 
     def _connect(self, member: Member, number: int) -> EngineChannel:
         return EngineChannel(
@@ -228,7 +242,8 @@ class Router:
         if self._replaces:
             await self._has_served.wait()
             for _ in range(50):  # one that is away for longer shall not keep these routers from serving
-                if all(channel.is_ready for channel in self._fleet.channels):
+                has_adapters = all(model.adapters.are_held for model in self._models)
+                if has_adapters and all(channel.is_ready for channel in self._fleet.channels):
                     break
                 await asyncio.sleep(0.1)
             await self._listen()

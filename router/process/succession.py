@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...settings import ServeConfig
@@ -54,6 +54,7 @@ class Handover:
     number   of the routers' generation; `last` is the highest one that there was
     address  of the engine that this process has spawned; None: there is none
     asks     descriptor on which requests to upgrade wait; None: there is none
+    adapters those of that engine, as `Adapter.to_json` describes them
     """
 
     config: ServeConfig
@@ -65,6 +66,7 @@ class Handover:
     address: str | None
     engine: ChildState | None
     asks: int | None
+    adapters: list[dict[str, object]] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -26,7 +26,7 @@ from ...settings import ServeConfig
 from ...settings.setting import flag
 from ..config_error import ConfigError
 from .announce import Announcer
-from .parent import ENGINE_HANGS, ENGINE_READY, RETIRE, SERVES, STARTS, OwnParent, Parent
+from .parent import ADAPTERS, ENGINE_HANGS, ENGINE_READY, RETIRE, SERVES, STARTS, OwnParent, Parent
 from .public_port import longest_age_s, reserved_port
 from .succession import Handover, folder_of, go_on, objection, unblock_signals
 from .supervisor import SpawnedEngine, Supervisor, engine_supervisor, spawned_engine
@@ -52,6 +52,7 @@ class WorkerConfig:
     socket   path of this worker's private services, beside those of all workers
     replaces whether it listens only once it has an engine, because others serve the port, or have served it
     spawned  address of the engine that the parent has spawned; None if `serve` says where engines run
+    adapters those of an engine in whose place the spawned one comes, as `Adapter.to_json` describes them
     """
 
     serve: ServeConfig
@@ -60,6 +61,7 @@ class WorkerConfig:
     socket: str
     spawned: str | None
     replaces: bool
+    adapters: list[dict[str, object]] = field(default_factory=list)
 
     def to_line(self) -> str:
         return json.dumps(asdict(self))
@@ -70,11 +72,13 @@ class WorkerConfig:
         return cls(**(given | {"serve": ServeConfig(**given["serve"])}))
 
     def router(self, parent: Parent, is_alone: bool = False) -> Router:
-        from .router import Router  # only now: it takes a while, in which a spawned engine starts
+        from ..engines.held_adapters import Adapter  # only now: they take a while, in which a spawned engine starts
+        from .router import Router
 
         folders = {name: Path(folder) for name, folder in self.folders.items()}
         socket = Path(self.socket)
-        return Router(self.serve, folders, parent, socket, self.index, self.spawned, self.replaces, is_alone)
+        adapters = [Adapter.from_json(each) for each in self.adapters]
+        return Router(self.serve, folders, parent, socket, self.index, self.spawned, self.replaces, is_alone, adapters)
 
 
 class Child(Protocol):
@@ -192,6 +196,7 @@ class Workers:
         self._alone: Router | None = None  # the one that serves in this process, until it shall be replaced
         self._announcer = Announcer(config)
         self._is_announced = False
+        self._adapters: list[dict[str, object]] = []  # that the spawned engine holds
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._signaled = asyncio.Event()  # to replace the routers
@@ -345,7 +350,8 @@ class Workers:
         folders = {name: str(folder) for name, folder in self._folders.items()}
         address = serving.engine.address if serving.engine else None
         private, asks = str(self._private), port.descriptor if port else None
-        return Handover(self._config, folders, private, serving.number, self._last, running, address, engine, asks)
+        numbers = serving.number, self._last
+        return Handover(self._config, folders, private, *numbers, running, address, engine, asks, self._adapters)
 
     async def _end(self, generation: Generation) -> None:
         """Stop routers, and then their engine unless others use it."""
@@ -377,7 +383,7 @@ class Workers:
 
     def _adopt(self, handed: Handover) -> None:
         """Look after a generation of routers that serve already, and their engine."""
-        self._last = handed.last
+        self._last, self._adapters = handed.last, handed.adapters
         self._is_announced = True
         self._serving = generation = Generation(handed.number, self._start_engine(handed))
         for index, state in enumerate(handed.routers):
@@ -409,7 +415,8 @@ class Workers:
         on_line = partial(self._on_line, generation, index)
 
         def config() -> WorkerConfig:
-            return WorkerConfig(part, folders, index, socket, spawned, replaces=self._is_announced)
+            adapters = self._adapters if self._serving not in (None, generation) else []
+            return WorkerConfig(part, folders, index, socket, spawned, self._is_announced, adapters)
 
         if generation.number == 0 and count == 1:
             parent = OwnParent(on_line, lambda: generation.restarts)
@@ -431,6 +438,8 @@ class Workers:
             self._send_restarts()
         elif line == ENGINE_HANGS and generation.engine:
             generation.engine.supervisor.kill()
+        elif line.startswith(ADAPTERS) and generation is self._serving:
+            self._adapters = json.loads(line.removeprefix(ADAPTERS))
         elif line == SERVES:
             generation.ready.add(index)
         elif line.startswith(STARTS):

@@ -616,15 +616,20 @@ async def test_what_one_router_loads_and_unloads_the_others_learn_from_the_engin
         await everywhere("b")
 
 
-async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_engine(
+    tmp_path: Path, workers: int
+) -> None:
+    """And an engine that takes its place in an upgrade holds them, too."""
     adapter(tmp_path / "one", "one")
     declared = ("--lora", f"first={tmp_path}/one", "--lora-dir", str(tmp_path))
-    starting = running_server(*MODEL, *declared)
+    starting = running_server(*MODEL, *declared, "--workers", str(workers))
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, starting)
 
         async def pagoda(*arguments: str) -> tuple[int, str]:
-            command = (sys.executable, "-m", "pagoda_server.cli", *arguments, "--address", server.address)
+            where = () if arguments[0] == "upgrade" else ("--address", server.address)
+            command = (sys.executable, "-m", "pagoda_server.cli", *arguments, *where)
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
             )
@@ -643,8 +648,14 @@ async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_en
         assert (await pagoda("lora", "add", "second", "one"))[0] == 1
         code, printed = await pagoda("lora", "add", "third", "..")
         assert (code, "leads out of --lora-dir" in printed) == (1, True)
-        code, printed = await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
-        assert code == 0, printed
+        for _ in range(2):
+            code, printed = await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
+            assert code == 0, printed
+            assert "pinned" in (await pagoda("lora", "list"))[1]
+            async with asyncio.timeout(120):  # until what was replaced before has ended
+                while (await pagoda("upgrade", str(server.process.pid)))[0]:
+                    await asyncio.sleep(0.5)
+        assert (await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3"))[0] == 0
         assert await pagoda("lora", "remove", "second") == (0, "removed second\n")
         code, printed = await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
         assert (code, "model: not served here" in printed) == (1, True)
