@@ -653,7 +653,7 @@ async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_en
             assert code == 0, printed
             assert "pinned" in (await pagoda("lora", "list"))[1]
             async with asyncio.timeout(120):  # until what was replaced before has ended
-                while (await pagoda("upgrade", str(server.process.pid)))[0]:
+                while (await pagoda("upgrade", str(server.process.pid)))[0]:  # noqa: ASYNC110 - of other processes
                     await asyncio.sleep(0.5)
         assert (await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3"))[0] == 0
         assert await pagoda("lora", "remove", "second") == (0, "removed second\n")
