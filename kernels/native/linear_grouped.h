@@ -147,7 +147,8 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
     if constexpr (C::HAS_TABLE) load_table(table, tables);
     for (int64_t group = 0; group < rows.groups; group++, bytes += C::GROUP_BYTES) {
         ahead.fetch();
-        const uint8_t* x = rows.group(first_row, group);
+        int64_t at = rows.at(first_row, group);
+        const uint8_t* x = rows.values + at * GROUP;
         const auto* numbers = reinterpret_cast<const uint16_t*>(bytes + C::CODE_BYTES * PANEL);
         PAGODA_UNROLL
         for (int part = 0; part < C::PARTS; part++) {
@@ -166,7 +167,7 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
                             w[i / VECTORS][i % VECTORS] = C::values(bytes + 4 * LANES * (i % VECTORS), k / 4 + i / VECTORS, digit, tables);
                         PAGODA_UNROLL
                         for (int row = 0; row < ROWS; row++)
-                            for_each_quad([&, a = load_activations(x + row * rows.groups * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
+                            for_each_quad([&, a = load_activations(x + row * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
                                 PAGODA_UNROLL
                                 for (int i = 0; i < VECTORS; i++) {
                                     products[row][i] = dot4_small<quad.value>(products[row][i], a, w[quad.value][i]);
@@ -190,9 +191,8 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
                     middle = load_fp16(numbers + (C::PARTS + part) * PANEL + i * LANES) + static_cast<float>(C::MIDDLE) * scale;
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++) {
-                    int64_t at = (first_row + row) * rows.groups + group;
-                    sums[row][i] += to_floats(C::IS_ONE_RUN ? total(whole[row][i]) : whole[row][i]) * (scale * broadcast(rows.scales[at]));
-                    if constexpr (C::HAS_MINIMUM) sums[row][i] += middle * broadcast(rows.halves[2 * at + part]);
+                    sums[row][i] += to_floats(C::IS_ONE_RUN ? total(whole[row][i]) : whole[row][i]) * (scale * broadcast(rows.scales[at + row]));
+                    if constexpr (C::HAS_MINIMUM) sums[row][i] += middle * broadcast(rows.halves[2 * (at + row) + part]);
                 }
             }
         }
@@ -201,7 +201,7 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
             Floats offset = load_fp16(numbers + (C::NUMBERS - 1) * PANEL + i * LANES);
             PAGODA_UNROLL
             for (int row = 0; row < ROWS; row++)
-                sums[row][i] += offset * broadcast(rows.least[(first_row + row) * rows.groups + group]);
+                sums[row][i] += offset * broadcast(rows.least[at + row]);
         }
     }
     PAGODA_UNROLL

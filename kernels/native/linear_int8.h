@@ -62,7 +62,8 @@ PAGODA_APART void multiply_int8(const QuantizedRows& rows, int64_t first_row, co
     clear(sums);
     for (int64_t group = 0; group < rows.groups; group++, scales += (SCALES + 1) * PANEL) {
         ahead.fetch();
-        const uint8_t* x = rows.group(first_row, group);
+        int64_t at = rows.at(first_row, group);
+        const uint8_t* x = rows.values + at * GROUP;
         PAGODA_UNROLL
         for (int part = 0; part < SCALES; part++) {
             Ints products[ROWS][VECTORS];
@@ -74,7 +75,7 @@ PAGODA_APART void multiply_int8(const QuantizedRows& rows, int64_t first_row, co
                 for (int i = 0; i < QUADS * VECTORS; i++) w[i / VECTORS][i % VECTORS] = load_ints(bytes + 4 * LANES * i);
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++)
-                    for_each_quad([&, a = load_activations(x + row * rows.groups * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
+                    for_each_quad([&, a = load_activations(x + row * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
                         PAGODA_UNROLL
                         for (int i = 0; i < VECTORS; i++) {
                             products[row][i] = dot4<quad.value>(products[row][i], a, w[quad.value][i]);
@@ -87,7 +88,7 @@ PAGODA_APART void multiply_int8(const QuantizedRows& rows, int64_t first_row, co
                 Floats scale = load(scales + part * PANEL + i * LANES);
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++) {
-                    float row_scale = rows.scales[(first_row + row) * rows.groups + group];
+                    float row_scale = rows.scales[at + row];
                     sums[row][i] += to_floats(products[row][i]) * (scale * broadcast(row_scale));
                 }
             }
@@ -97,7 +98,7 @@ PAGODA_APART void multiply_int8(const QuantizedRows& rows, int64_t first_row, co
             Floats total = load(scales + SCALES * PANEL + i * LANES);
             PAGODA_UNROLL
             for (int row = 0; row < ROWS; row++)
-                sums[row][i] += total * broadcast(rows.least[(first_row + row) * rows.groups + group]);
+                sums[row][i] += total * broadcast(rows.least[at + row]);
         }
     }
     PAGODA_UNROLL

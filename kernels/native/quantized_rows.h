@@ -5,15 +5,16 @@
 
 constexpr int64_t GROUP = 64;
 
+// The rows of a group lie together: a product reads those of a tile at constant distances from one address. Their number is
+// padded to an odd one, because groups at a distance of some powers of two would displace each other from the cache.
 struct QuantizedRows {
-    uint8_t* values;  // [rows, groups * GROUP], minus ACTIVATION_SHIFT
-    float* scales;    // [rows, groups]
-    float* least;     // [rows, groups], what a stored value of 0 means
-    float* halves;    // [rows, groups, 2], the sums of the first and the last GROUP / 2 elements; null: not needed
-    int64_t groups;
+    uint8_t* values;  // [groups, padded_rows, GROUP], minus ACTIVATION_SHIFT
+    float* scales;    // [groups, padded_rows]
+    float* least;     // [groups, padded_rows], what a stored value of 0 means
+    float* halves;    // [groups, padded_rows, 2], the sums of the first and the last GROUP / 2 elements; null: not needed
+    int64_t padded_rows, groups;
 
-    // The stored values of a row's group.
-    const uint8_t* group(int64_t row, int64_t group) const { return values + (row * groups + group) * GROUP; }
+    int64_t at(int64_t row, int64_t group) const { return group * padded_rows + row; }
 };
 
 template <typename Row>
@@ -21,7 +22,7 @@ void quantize_row(const Row& x, int64_t in, int64_t row, const QuantizedRows& to
     constexpr float MAGIC = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, kept in the low bits
     constexpr int VECTORS = GROUP / LANES;
     for (int64_t group = 0; group < to.groups; group++) {
-        int64_t first = group * GROUP, at = row * to.groups + group;
+        int64_t first = group * GROUP, at = to.at(row, group);
         Floats part[VECTORS], most = broadcast(-INFINITY), negative_least = most, poison{};
         float rest[GROUP] = {};
         bool is_whole = in - first >= GROUP;
@@ -52,11 +53,11 @@ template <typename T>
 QuantizedRows quantize_rows(ThreadPool& pool, const LinearArgs& args, bool wants_halves) {
     static std::vector<uint8_t> values;  // one op runs at a time
     static std::vector<float> numbers;
-    int64_t groups = ceil_div(args.in, GROUP), count = args.rows * groups;
+    int64_t groups = ceil_div(args.in, GROUP), padded_rows = args.rows | 1, count = padded_rows * groups;
     values.resize(std::max<size_t>(values.size(), count * GROUP));
     numbers.resize(std::max<size_t>(numbers.size(), 4 * count));
     float* halves = wants_halves ? numbers.data() + 2 * count : nullptr;
-    QuantizedRows rows{values.data(), numbers.data(), numbers.data() + count, halves, groups};
+    QuantizedRows rows{values.data(), numbers.data(), numbers.data() + count, halves, padded_rows, groups};
     for_each_row<T>(pool, args, [&](int64_t number, const auto& row) { quantize_row(row, args.in, number, rows); });
     return rows;
 }

@@ -13,7 +13,7 @@ PAGODA_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, size
 
 PAGODA_INLINE Floats load(const bf16* from) {
 #if PAGODA_LANES == 16  // GCC 12 widens the two halves one by one, as it does those of 8 lanes
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+    return (Floats)((Words)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)from)) << 16);
 #elif defined(PAGODA_AVX2)
     return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
 #else
