@@ -12,7 +12,7 @@ from .linear import GATED, HEAD, PLAIN, ROUTER, Linear, Use, is_compiled_whole
 from .linear_grouped import PackedGroups
 from .linear_int8 import PackedInt8
 from .linear_quantized import has_native_int8_weight
-from .low_rank import LowRank, LowRankBank, LowRankPart
+from .low_rank import BankShape, LowRankBank, LowRankPart, Packed
 from .native_module import has_native, instruction_set, keep_freed_memory, set_num_threads
 from .paged import AttentionPlan, PagedKV, Scoring
 from .quantize_int4 import quantize_int4_native
@@ -41,6 +41,7 @@ __all__ = [
     "Activation",
     "AttentionPlan",
     "Backend",
+    "BankShape",
     "Draws",
     "Embedding",
     "ExpertWeights",
@@ -51,9 +52,9 @@ __all__ = [
     "HeadNorms",
     "Linear",
     "LogitAdjustments",
-    "LowRank",
     "LowRankBank",
     "LowRankPart",
+    "Packed",
     "PackedGroups",
     "PackedInt8",
     "PagedKV",

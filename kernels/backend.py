@@ -25,7 +25,7 @@ from .linear_quantized import (
     linear_int8_weight_native,
     packed_int8_weight,
 )
-from .low_rank import LowRankBank, add_low_rank, add_low_rank_native
+from .low_rank import AddressBank, BankShape, LowRankBank, add_low_rank, add_low_rank_native
 from .paged import PLAIN_SCORING, AttentionPlan, PagedKV, Scoring
 from .paged_attention import (
     is_read_in_place,
@@ -93,7 +93,7 @@ class PagedAttention(Protocol):
 
 class AddLowRank(Protocol):
     def __call__(
-        self, out: Tensor, x: Tensor, slots: Tensor, bank: LowRankBank, activation: Activation | None = None
+        self, out: Tensor, x: Tensor, slots: Tensor, bank: Any, activation: Activation | None = None
     ) -> None: ...
 
 
@@ -110,6 +110,7 @@ class Backend:
     multiplies   whether the device multiplies weights in groups of this format
     join         makes an expert layer of products in each format; its reference is `experts`
     places       make the weights that are packed while they are read, of each format that has any
+    bank         makes what `add_low_rank` reads a product's adapters from
     packs_groups makes such weights in groups of a format that is multiplied; None: there are none
     is_compiled  every op runs in the compiled module, except products that torch computes faster
 
@@ -140,6 +141,7 @@ class Backend:
     most_likely_allowed: Callable[[Tensor, Tensor, Tensor], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor, SamplingRows, SampledRows, Verified | None], None]
     add_low_rank: AddLowRank = add_low_rank
+    bank: Callable[[BankShape], LowRankBank] = AddressBank
     multiplies: Callable[[GroupedFormat], bool] = multiplies_all
     places: Mapping[str, Callable[[int, int], PackedInt8]] = field(default_factory=dict)
     packs_groups: Callable[[GroupedFormat, int, int], PackedGroups] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -74,15 +75,53 @@ def _in_panels(up: Tensor) -> Tensor:
     return padded.view(len(up), -1, PADDING).transpose(0, 1).contiguous()
 
 
-class LowRankBank:
-    """Of one product: what the adapter in each slot adds to it. Recordings read it when they are replayed."""
+@dataclass(frozen=True, slots=True)
+class BankShape:
+    """How much room a bank has.
 
-    def __init__(self, num_slots: int) -> None:
-        self._held: list[LowRank | None] = [None] * num_slots
-        self.table = torch.zeros(num_slots, _ENTRY, dtype=torch.int64)
+    num_slots  for adapters
+    max_rank   of an adapter
+    in_size    of the product
+    sizes      how many adjacent outputs each part of the product has, in order
+    dtype      of the model and so of adapters; device: the model's
+    """
 
-    def put(self, slot: int, low_rank: LowRank | None) -> None:
-        """Replace what is in a slot; None: its adapter does not change this product. No op may be running."""
+    num_slots: int
+    max_rank: int
+    in_size: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Packed(Protocol):
+    """What an adapter adds to one product, as its bank takes it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class LowRankBank(Protocol):
+    """Of one product: what the adapter in each slot adds to it. Recordings and graphs read it when replayed."""
+
+    def pack(self, parts: Sequence[LowRankPart]) -> Packed:
+        """Prepare what an adapter adds, on any thread. At least one part, in the order of their columns."""
+
+    def put(self, slot: int, packed: Any, /) -> None:
+        """Replace what is in a slot by what this bank has packed; None: its adapter does not change this product."""
+
+
+class AddressBank:
+    """A bank for compiled code: a table of addresses. No op may be running when a slot changes."""
+
+    def __init__(self, shape: BankShape) -> None:
+        self._held: list[LowRank | None] = [None] * shape.num_slots
+        self.table = torch.zeros(shape.num_slots, _ENTRY, dtype=torch.int64)
+
+    def pack(self, parts: Sequence[LowRankPart]) -> LowRank:
+        return LowRank(parts)
+
+    def put(self, slot: int, low_rank: LowRank | None, /) -> None:
         self._held[slot] = low_rank
         self.table[slot] = torch.tensor([0] * _ENTRY if low_rank is None else low_rank.entry())
 
@@ -91,7 +130,7 @@ class LowRankBank:
 
 
 def add_low_rank(
-    out: Tensor, x: Tensor, slots: Tensor, bank: LowRankBank, activation: Activation | None = None
+    out: Tensor, x: Tensor, slots: Tensor, bank: AddressBank, activation: Activation | None = None
 ) -> None:
     """Add to each row of `out` what the adapter in the row's slot makes of the same row of `x`.
 
@@ -115,7 +154,7 @@ def add_low_rank(
 
 
 def add_low_rank_native(
-    out: Tensor, x: Tensor, slots: Tensor, bank: LowRankBank, activation: Activation | None = None
+    out: Tensor, x: Tensor, slots: Tensor, bank: AddressBank, activation: Activation | None = None
 ) -> None:
     """`add_low_rank` by compiled code, which reads slots and bank when it is replayed, too."""
     if native is None or not takes(x) or not takes(out):

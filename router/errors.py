@@ -70,8 +70,7 @@ class Unimplemented(PagodaError):
 
     code = grpc.StatusCode.UNIMPLEMENTED
 
-    def __init__(self, field: str) -> None:
-        description = "is not supported by this server"
+    def __init__(self, field: str, description: str = "is not supported by this server") -> None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
         super().__init__(f"{field}: {description}", error_details_pb2.BadRequest(field_violations=[violation]))
         self.field = field

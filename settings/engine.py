@@ -172,11 +172,12 @@ class EngineSettings(CommonSettings):
         "share the processor's cores; with it each has so many threads.",
         panel=ENGINE_MODEL, unit="processes", at_least=1, at_most=MAX_RANKS,
     )  # fmt: skip
-    max_adapters: int = setting(
-        8,
+    max_adapters: int | None = setting(
+        None,
         "LoRA adapters that the sequences of one step can have. Sequences with others wait. 0: the engine loads none. "
-        "CPU only, and --tensor-parallel 1.",
+        "On a GPU each takes the memory of one of rank --max-lora-rank. --tensor-parallel 1 only.",
         panel=ENGINE_MODEL, unit="adapters", at_least=0, at_most=MAX_ADAPTERS,
+        on_device={"cpu": 8, "cuda": 0},
     )  # fmt: skip
     max_loaded_adapters: int = setting(
         64,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from ...checkpoints import CheckpointError
 from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterPair, read_adapter
 from ...checkpoints.gguf_adapters import read_gguf_adapter
-from ...kernels import PLAIN, LowRank, LowRankBank, LowRankPart, Use
+from ...kernels import PLAIN, BankShape, LowRankBank, LowRankPart, Packed, Use
 from ..core.adapter import Adapter
+from ..core.step import Chunk
 from .weights import Rows, Weights
 
 
@@ -21,16 +22,21 @@ class AdaptedLinear:
 
     rows     what the product computes, in order
     in_size  its inputs
-    bank     what the adapters in each slot add; None: there has been none yet
+    bank     what the adapters in each slot add; None: it takes none
     """
 
     def __init__(
         self, weights: Weights, rows: Sequence[Rows], in_size: int, has_bias: bool = False, use: Use = PLAIN
     ) -> None:
         self.rows, self.in_size = tuple(rows), in_size
-        self._product, self._add = weights.linear(rows, in_size, has_bias, use), weights.ops.add_low_rank
+        self._product, self._ops = weights.linear(rows, in_size, has_bias, use), weights.ops
         self._activation = use.activation
         self.bank: LowRankBank | None = None
+
+    def add_bank(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Have room for so many adapters of up to this rank."""
+        sizes = tuple(rows.size for rows in self.rows)
+        self.bank = self._ops.bank(BankShape(num_slots, max_rank, self.in_size, sizes, dtype, device))
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """x [num_tokens, width * in] to [num_tokens, out].
@@ -39,8 +45,8 @@ class AdaptedLinear:
         """
         out = self._product(x)
         if slots is not None:
-            assert self.bank is not None, "a row has an adapter, so one was put into the banks"
-            self._add(out, x, slots, self.bank, self._activation)
+            assert self.bank is not None, "a row has an adapter, so there are slots"
+            self._ops.add_low_rank(out, x, slots, self.bank, self._activation)
         return out
 
 
@@ -50,13 +56,21 @@ class AdapterBanks:
     num_slots  adapters that the rows of one step can have
     max_rank   of an adapter
     head_dim   of the model's attention
-    dtype      of the model, which adapters get
+    dtype      of the model, which adapters get; device: the model's
     """
 
     def __init__(
-        self, products: Sequence[AdaptedLinear], head_dim: int, num_slots: int, max_rank: int, dtype: torch.dtype
+        self,
+        products: Sequence[AdaptedLinear],
+        head_dim: int,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_slots, self.max_rank = num_slots, max_rank
+        for product in products:
+            product.add_bank(num_slots, max_rank, dtype, device)
         self._products, self._dtype = products, dtype
         modules = {
             rows.name: (product.in_size, rows.whole_size or rows.size) for product in products for rows in product.rows
@@ -72,22 +86,27 @@ class AdapterBanks:
         num_bytes = sum(each.num_bytes for each in weights if each is not None)
         return Adapter(file.identity, file.rank, num_bytes, weights)
 
-    def put(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot, unless it is there. No step may be running."""
-        if self._held[slot] == adapter.identity:
-            return
+    def place(self, chunks: Iterable[Chunk]) -> None:
+        """Have the adapter of each chunk in its slot. On a CPU no step may be running."""
+        for chunk in chunks:
+            slot, adapter = chunk.seq.adapter_slot, chunk.seq.request.adapter
+            if slot >= 0 and adapter is not None and self._held[slot] != adapter.identity:
+                self._put(slot, adapter)
+
+    def _put(self, slot: int, adapter: Adapter) -> None:
         assert isinstance(adapter.weights, list), "load() has made it"
-        for product, low_rank in zip(self._products, adapter.weights, strict=True):
-            if product.bank is None:
-                product.bank = LowRankBank(self.num_slots)
-            product.bank.put(slot, low_rank)
+        self._held[slot] = b""  # until all of it is there
+        for product, packed in zip(self._products, adapter.weights, strict=True):
+            assert product.bank is not None
+            product.bank.put(slot, packed)
         self._held[slot] = adapter.identity
 
 
-def _fitted(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> LowRank | None:
+def _fitted(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Packed | None:
     """What an adapter adds to a product; None: nothing."""
     parts = list(_parts(product, file, dtype))
-    return LowRank(parts) if parts else None
+    assert product.bank is not None
+    return product.bank.pack(parts) if parts else None
 
 
 def _parts(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Iterator[LowRankPart]:

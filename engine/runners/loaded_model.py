@@ -26,6 +26,7 @@ from ...settings.engine import EngineConfig, Quantization
 from ..core.errors import ConfigError, EngineError, NotEnoughMemory
 from ..core.layer_groups import LayerGroups
 from ..models import Decoder, attention_share, load_model, read_config
+from ..models.adapted import AdapterBanks
 from ..models.config import Names
 from ..models.share import WHOLE, Share
 from ..models.weights import Checkpoint, Weights
@@ -82,6 +83,15 @@ class LoadedModel:
             cache_dtype=str(self.cache_dtype).removeprefix("torch."),
             is_deterministic=self.ops.is_deterministic,
         )
+
+    def adapter_banks(self, config: EngineConfig) -> AdapterBanks | None:
+        """Make the slots for adapters; None: there are none."""
+        num_slots = config.number_on(self.device.type, "max_adapters")
+        if not num_slots:
+            return None
+        products = self.model.adapted_products
+        with enough_memory("the slots of adapters", "--max-adapters", "--max-lora-rank"):
+            return AdapterBanks(products, self.spec.head_dim, num_slots, config.max_lora_rank, self.dtype, self.device)
 
     def allocate_pages(self, num_blocks: int) -> list[PagedKV]:
         """The pages of a group's layers. They are not cleared, so on a CPU unused memory is not resident."""

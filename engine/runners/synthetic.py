@@ -336,7 +336,8 @@ def load_synthetic(config: EngineConfig, model_config: Mapping[str, object]) -> 
         num_host_blocks=count_host_blocks(spec, config.host_kv_gb),
     )
     try:
-        return SyntheticRunner(info, step_time, int(config.overlap == "on"), config.max_adapters, config.max_lora_rank)
+        num_slots = config.number_on("cpu", "max_adapters")
+        return SyntheticRunner(info, step_time, int(config.overlap == "on"), num_slots, config.max_lora_rank)
     except MemoryError:
         raise ConfigError("not enough memory for the cache; --kv-cache-gb, --host-kv-gb can help") from None
 

@@ -17,6 +17,7 @@ from .linear import (
     linear_triton,
     multiplies,
 )
+from .low_rank import TritonBank, add_low_rank_triton
 from .paged_attention import paged_attention_triton, plan_attention_triton
 from .rms_norm import layer_norm_triton, rms_norm_triton
 from .rope_and_store_kv import rope_and_store_kv_triton
@@ -45,6 +46,8 @@ TRITON = Backend(
     likeliest_if_drawn=likeliest_if_drawn,
     most_likely_allowed=most_likely_allowed,
     sample_rows=sample_rows_triton,
+    add_low_rank=add_low_rank_triton,
+    bank=TritonBank,
     multiplies=multiplies,
     looks_up_rotations=True,
 )

@@ -27,6 +27,7 @@ from .held_adapters import Adapter
 
 log = logging.getLogger("pagoda.router")
 
+NO_SLOTS = "needs engines with slots for adapters (--max-adapters)"
 MAX_WAITING = 16  # loads and unloads that wait for others
 
 
@@ -253,7 +254,7 @@ class Adapters:
         if (why := self._engines.refusal()) is not None:
             raise why
         if not (able := [engine for engine in self._engines.ready if engine.held.limits is not None]):
-            raise Unimplemented("lora_name")
+            raise Unimplemented("lora_name", NO_SLOTS)
         if not (known := [engine for engine in able if engine.held.by_name is not None]):
             raise Unavailable("the engines have not reported yet", retry_after_s=self._engines.retry_after_s)
         return known  # another one gets what these hold once it has
@@ -262,7 +263,7 @@ class Adapters:
         self, engine: EngineChannel, name: str, path: str, is_pinned: bool = False, identity: bytes = b""
     ) -> Adapter:
         if engine.held.limits is None:
-            raise Unimplemented("lora_name")
+            raise Unimplemented("lora_name", NO_SLOTS)
         adapter = await engine.questions.load_adapter(name, path, is_pinned=is_pinned, identity=identity)
         self._faults.pop((name, engine.name), None)
         engine.held.change(new=adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,5 +48,9 @@ def test_a_server_answers_as_a_pirate_where_it_is_asked_to(default_model_folder:
     ):
         plain = client.answer(question, temperature=0, max_tokens=COUNT).text
         said = client.answer(question, temperature=0, max_tokens=COUNT, model="pirate").text
+        shape = r"(Arrr*|The),? [a-zA-Z ]{4,30}[.!]"
+        guided = [client.answer(question, temperature=0, regex=shape, model=name).text for name in ("pirate", None)]
     assert said.startswith("Arr"), said
     assert "Arr" not in plain
+    assert all(re.fullmatch(shape, text) for text in guided), guided
+    assert [text[:3] for text in guided] == ["Arr", "The"], "a grammar leaves the choice to the adapter"

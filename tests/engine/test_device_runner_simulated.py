@@ -23,12 +23,15 @@ from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import BlockTable, Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import Chunk, StepPlan
 from pagoda_server.engine.runners import load, loaded_model
+from pagoda_server.engine.runners.cuda.graphs import StepGraphs
 from pagoda_server.engine.runners.cuda.outcomes import DeviceStep
 from pagoda_server.engine.serving.main import engine_info
 from pagoda_server.kernels import UNQUANTIZED, load_backend
+from pagoda_server.kernels.triton.low_rank import TritonBank, add_low_rank_triton
 from pagoda_server.settings.engine import EngineConfig, StepLimits
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine import test_device_runner
+from tests.engine.lora import random_pairs, with_adapter, write_adapter
 from tests.engine.test_device_runner import *  # noqa: F403
 from tests.engine.test_device_runner import (
     PARAMS,
@@ -50,7 +53,7 @@ from tests.engine.test_on_gpu import (
     test_launching_waits_for_nothing,  # noqa: F401
     test_without_a_size_the_cache_takes_most_of_what_is_free,  # noqa: F401
 )
-from tests.engine.tiny_models import random_prompt, saved_model
+from tests.engine.tiny_models import ShuffledBlocks, generate, load_runner, random_prompt, saved_model
 from tests.rehearsal import launched_reference
 from tests.simulated_cuda import SimulatedCuda
 
@@ -168,6 +171,65 @@ def test_weights_of_4_bits_serve_in_graphs_as_a_cpu_serves_their_values(tmp_path
     served.run()
     assert not [ended.detail for ended in served.ended if ended.detail]
     assert outputs(seqs) == one_by_one(tmp_path, 3, max_tokens=2)
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_adapters_in_graphs_generate_what_the_cpu_does_with_each_alone(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, has_drafts: bool
+) -> None:
+    """More adapters than slots, beside the model itself: each slot changes while steps before it have not run yet."""
+    others = loaded_model.load_backend("reference")
+    backend = replace(others, add_low_rank=add_low_rank_triton, bank=TritonBank)
+    monkeypatch.setattr(
+        loaded_model, "load_backend", lambda name, *_: backend if name == "reference" else load_backend(name)
+    )
+    runner = device_runner(llama, "reference", max_num_seqs=4, max_adapters=2, max_lora_rank=16)
+    cpu = load_runner(llama)
+    assert runner.adapters is not None
+    assert cpu.adapters is not None
+    modules = runner.adapters._limits.modules
+    some = {name: shape for name, shape in modules.items() if name.endswith(("q_proj", "v_proj", "up_proj"))}
+    paths = [
+        write_adapter(tmp_path / str(number), random_pairs(of, rank, seed=number), r=rank)
+        for number, (of, rank) in enumerate([(modules, 4), (some, 16), (modules, 1)])
+    ]
+    adapters = [None, *(runner.adapters.load(path) for path in paths)]
+    prompts = [random_prompt(4 + 5 * number, seed=number) for number in range(5)]
+    expected = []
+    for number, prompt in enumerate(prompts):
+        adapter = cpu.adapters.load(paths[number % 4 - 1]) if number % 4 else None
+        expected.append(generate(cpu, with_adapter(ShuffledBlocks(cpu).sequence(prompt, 4), adapter, 0), 4))
+    launch, shapes = runner.launch, set[bool]()
+
+    def watched(plan: StepPlan) -> DeviceStep:
+        shapes.add(any(chunk.seq.adapter_slot >= 0 for chunk in plan.chunks))
+        with no_wait():
+            return launch(plan)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    speculation = knowing(runner, expected, accuracy=0.9) if has_drafts else None
+    served = Served(runner, 30, speculation=speculation, num_adapter_slots=2)
+    seqs = [
+        served.add(prompt, SamplingParams(max_tokens=4), adapter=adapters[number % 4])
+        for number, prompt in enumerate(prompts)
+    ]
+    served.run()
+    seqs.append(served.add(prompts[0], SamplingParams(max_tokens=2)))
+    served.run()
+    assert not [ended.detail for ended in served.ended if ended.detail]
+    assert outputs(seqs) == [*expected, expected[0][:2]]
+    assert len({tuple(tokens) for tokens in expected}) == 5
+    assert shapes == {True, False}
+
+
+def test_slots_for_adapters_double_the_graphs_and_are_not_there_unless_asked_for(llama: Path) -> None:
+    assert device_runner(llama).adapters is None
+    without, with_slots = (
+        StepGraphs(lambda shape: None, lambda shape: None, 6, 19, None, has_adapters) for has_adapters in (False, True)
+    )
+    assert len(with_slots.shapes) == 2 * len(without.shapes)
+    for shape in with_slots.shapes:
+        assert with_slots.fit(replace(shape, chunks=max(0, shape.chunks - 1))) == shape
 
 
 def test_blocks_go_to_host_memory_and_come_back_without_a_wait(qwen3: Path) -> None:

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagoda_server.kernels import Activation, Backend, LowRank, LowRankBank, LowRankPart, Recorder, has_native
+from pagoda_server.kernels import Activation, Backend, BankShape, LowRankPart, Recorder, has_native
 from pagoda_server.kernels.activate import SWIGLU, activate
 from pagoda_server.kernels.backend import NATIVE
-from pagoda_server.kernels.low_rank import add_low_rank
+from pagoda_server.kernels.low_rank import AddressBank, LowRank, add_low_rank
 from tests.kernels.backends import BACKENDS, INSTRUCTION_SETS, using
 
 needs_native = pytest.mark.skipif(not has_native(), reason="there is no compiled code")
@@ -24,15 +24,15 @@ def low_rank(in_size: int, *parts: tuple[int, int, int], dtype: torch.dtype = to
     return LowRank(made)
 
 
-def bank_of(*held: LowRank | None) -> LowRankBank:
-    bank = LowRankBank(len(held))
+def bank_of(*held: LowRank | None) -> AddressBank:
+    bank = AddressBank(BankShape(len(held), 40, 0, (), torch.float32, torch.device("cpu")))
     for slot, each in enumerate(held):
         bank.put(slot, each)
     return bank
 
 
 def expected(
-    out: Tensor, x: Tensor, slots: Tensor, bank: LowRankBank, activation: Activation | None, columns: int
+    out: Tensor, x: Tensor, slots: Tensor, bank: AddressBank, activation: Activation | None, columns: int
 ) -> Tensor:
     """The same in float64."""
     result = out.double()

@@ -19,7 +19,6 @@ from ...core.errors import ConfigError
 from ...core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from ...loop.steps_in_flight import Computed
 from ...models import StepInputs
-from ...models.adapted import AdapterBanks
 from ...models.share import WHOLE, Share
 from ..loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
 from ..readings import NOT_FINITE, StepHead, is_read, read
@@ -92,15 +91,7 @@ class ModelRunner:
                 groups,
             )
         self.info = loaded.info(num_blocks, config)
-        self.adapters: AdapterBanks | None = None
-        if config.max_adapters and share.is_whole:
-            self.adapters = AdapterBanks(
-                loaded.model.adapted_products,
-                loaded.spec.head_dim,
-                config.max_adapters,
-                config.max_lora_rank,
-                loaded.dtype,
-            )
+        self.adapters = loaded.adapter_banks(config) if share.is_whole else None
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
             self._host = HostMemory(self._pages, self.info.num_host_blocks)
         if leader is not None:
@@ -137,7 +128,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> Sampled:
         """Computes a plan. Computing the same plan twice writes the same cache and chooses the same tokens."""
         copied_s = self._copy(plan)
-        self._place_adapters(plan.chunks)
+        if self.adapters is not None:
+            self.adapters.place(plan.chunks)
         drafts = {index: chunk.drafts for index, chunk in enumerate(plan.chunks) if chunk.drafts}
         num_recorded = self._num_recorded
         logits, readings = self._forward(plan.chunks, one_row_each(plan.chunks) if drafts else plan.chunks)
@@ -166,14 +158,6 @@ class ModelRunner:
         found = {index: reading for index, reading in readings.items() if reading is not None}
         is_first = self._num_recorded > num_recorded
         return Sampled(tokens, logprobs, faults, copied_s, found, more, postponed, is_first)
-
-    def _place_adapters(self, chunks: list[Chunk]) -> None:
-        """Have the adapter of each chunk in its slot."""
-        for chunk in chunks:
-            if chunk.seq.adapter_slot >= 0:
-                assert self.adapters is not None
-                assert chunk.seq.request.adapter is not None
-                self.adapters.put(chunk.seq.adapter_slot, chunk.seq.request.adapter)
 
     @property
     def _num_recorded(self) -> int:
@@ -228,7 +212,8 @@ class ModelRunner:
         chunk   at most a token budget long; earlier tokens of its sequence are computed
         return  [chunk.length, vocab], in the dtype of the weights or float32
         """
-        self._place_adapters([chunk])
+        if self.adapters is not None:
+            self.adapters.place([chunk])
         return self._logits(self._hidden_states([chunk])[1])
 
 

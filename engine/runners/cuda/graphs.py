@@ -6,7 +6,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,23 +29,27 @@ class StepShape:
 
     decodes  drafts included
     tokens  of all chunks together
+    has_adapters  some sequences may have one
     """
 
     decodes: int
     tokens: int = 0
     chunks: int = 0
+    has_adapters: bool = False
 
     @staticmethod
     def of(chunks: Iterable[Chunk]) -> StepShape:
         """Return the shape of a step without padding."""
         decodes = num_tokens = num_chunks = 0
+        has_adapters = False
         for chunk in chunks:
+            has_adapters |= chunk.seq.adapter_slot >= 0
             if chunk.is_decode:
                 decodes += chunk.length
             else:
                 num_tokens += chunk.length
                 num_chunks += 1
-        return StepShape(decodes, num_tokens, num_chunks)
+        return StepShape(decodes, num_tokens, num_chunks, has_adapters)
 
     @property
     def num_tokens(self) -> int:
@@ -68,9 +72,10 @@ class StepGraphs:
     pad     fills a shape's inputs with padding
     run     launches a step of a shape; it reads and writes at addresses that never change
     stream  on which steps are captured and launched; None: the device has no graphs
+    has_adapters  there are graphs of steps with adapters beside those without, which pay nothing for them
 
-    There are 53 graphs for 256 sequences. Steps with prompts have few sizes, as padding costs them little, and each
-    graph takes tens of milliseconds to capture.
+    There are 53 graphs for 256 sequences, or twice as many. Steps with prompts have few sizes, as padding costs them
+    little, and each graph takes tens of milliseconds to capture.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class StepGraphs:
         max_decodes: int,
         token_budget: int,
         stream: torch.cuda.Stream | None,
+        has_adapters: bool = False,
     ) -> None:
         self._pad, self._run, self._stream = pad, run, stream
         self._sizes = decode_sizes(max_decodes)
@@ -92,19 +98,21 @@ class StepGraphs:
             for tokens in self._tokens
             if decodes + tokens <= MIXED_TOKENS
         )
-        # The largest first, so that the others fit into its memory.
         shapes = [*(StepShape(size) for size in self._sizes), *mixed]
+        if has_adapters:
+            shapes += [replace(shape, has_adapters=True) for shape in shapes]
+        # The largest first, so that the others fit into its memory.
         self.shapes = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_seqs), reverse=True)
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
 
     def fit(self, needed: StepShape) -> StepShape:
         """Return the shape to launch a step in: a captured one with padding or, if it is too large, its own."""
         if not needed.chunks:
-            return StepShape(self._sizes[bisect_left(self._sizes, needed.decodes)])
+            return StepShape(self._sizes[bisect_left(self._sizes, needed.decodes)], has_adapters=needed.has_adapters)
         decodes, tokens = bisect_left(self._decodes, needed.decodes), bisect_left(self._tokens, needed.tokens)
         if needed.chunks >= self._chunks or decodes == len(self._decodes) or tokens == len(self._tokens):
             return needed
-        padded = StepShape(self._decodes[decodes], self._tokens[tokens], self._chunks)
+        padded = StepShape(self._decodes[decodes], self._tokens[tokens], self._chunks, needed.has_adapters)
         return padded if padded.num_tokens <= MIXED_TOKENS else needed
 
     def capture(self, progress: Progress = no_progress) -> None:

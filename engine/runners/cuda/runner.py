@@ -38,8 +38,6 @@ class DeviceRunner:
     counts on them. Raises ConfigError if the device has too little memory for these settings.
     """
 
-    adapters = None  # it has no banks for them
-
     def __init__(self, config: EngineConfig, loaded: LoadedModel, progress: Progress = no_progress) -> None:
         self.lookahead = 0 if config.overlap == "off" else 1
         self._ops, self._model, self._device = loaded.ops, loaded.model, loaded.device
@@ -50,6 +48,7 @@ class DeviceRunner:
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         if self._stream is not None:
             torch.cuda.synchronize()  # this stream does not wait for the one that weights were loaded on
+        self.adapters = loaded.adapter_banks(config)
         self._pages: list[PagedKV] = []
         self._host: HostCopies | None = None
         with torch.cuda.stream(self._stream):
@@ -78,7 +77,10 @@ class DeviceRunner:
             )
             self._outcomes = Outcomes(num_entries, device)
             self._copies = CopyInputs(self._most, device)
-        self._graphs = StepGraphs(self._pad, self._compute, self.max_choices, self._token_budget, self._stream)
+        has_adapters = self.adapters is not None
+        self._graphs = StepGraphs(
+            self._pad, self._compute, self.max_choices, self._token_budget, self._stream, has_adapters
+        )
         num_blocks = count_blocks(loaded.spec, self._cache_bytes(config, loaded))
         with enough_memory("the KV cache", "--kv-cache-gb"):
             self._pages = loaded.allocate_pages(num_blocks)
@@ -116,6 +118,8 @@ class DeviceRunner:
         copied_s = self._host.launch(plan) if self._host else nothing_copied
         if plan.copies:
             copy_blocks(self._pages, *self._copies.send(plan.copies))
+        if self.adapters is not None:
+            self.adapters.place(plan.chunks)
         reads = is_read(plan.chunks)
         shape = StepShape.of(plan.chunks) if reads else self._graphs.fit(StepShape.of(plan.chunks))
         entries, tokens = places_of(plan.chunks, shape.decodes)

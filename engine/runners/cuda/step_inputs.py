@@ -20,6 +20,7 @@ from .staging import Staging
 # What padding holds: a token that is stored nowhere, of a sequence without a context or a row.
 _NO_TOKEN = {"tokens": 0, "positions": 0}
 _NO_SLOT = -1
+_NO_ADAPTER = -1
 _NO_SEQUENCE = {"rows": -1, "sampled_rows": -1, "context_len": 0, "ranks": 0}
 
 
@@ -34,6 +35,7 @@ class PackedInputs:
 
     tokens, positions         of each token; token -1: the host does not know it yet, it is the last one of its row
     slots                     of each token, one group of layers behind the other
+    adapter_slots             of each token: the slot of its adapter, or -1; steps without adapters do not read them
     query_start               where each entry's tokens start
     context_len               of each entry: tokens of the sequence up to its last one
     rows, sampled_rows        of each entry: its sequence's row; sampled_rows is -1 where no token is chosen
@@ -59,7 +61,7 @@ class PackedInputs:
         of_tokens = dict.fromkeys(_NO_TOKEN, (torch.int64, num_tokens))
         of_seqs = dict.fromkeys(_NO_SEQUENCE, (torch.int32, num_seqs))
         starts = {"query_start": (torch.int32, num_seqs + 1), "logit_rows": (torch.int64, num_seqs)}
-        slots = {"slots": (torch.int64, len(self._windows) * num_tokens)}
+        slots = {"slots": (torch.int64, len(self._windows) * num_tokens), "adapter_slots": (torch.int32, num_tokens)}
         self._staging = Staging(of_tokens | slots | of_seqs | starts, device)
         self._arrivals = torch.zeros(num_seqs * model.num_heads, dtype=torch.int32, device=device)
 
@@ -75,6 +77,8 @@ class PackedInputs:
         decodes = [index for index, chunk in enumerate(chunks) if chunk.length == 1 and chunk.samples]
         others = sorted({*range(len(chunks))}.difference(decodes)) if len(decodes) < len(chunks) else []
         self._fill_decodes(arrays, slots, [chunks[index] for index in decodes], [rows[index] for index in decodes])
+        if shape.has_adapters:
+            self._fill_adapters(arrays, chunks, shape)
         if late:
             arrays["sampled_rows"][: len(decodes)] = [-1 if index in late else rows[index] for index in decodes]
         end = len(decodes)
@@ -106,6 +110,11 @@ class PackedInputs:
         ends[-1] = shape.num_tokens
         arrays["logit_rows"][: shape.num_seqs] = np.maximum(ends - 1, 0)
         self._staging.send()
+
+    def _fill_adapters(self, arrays: dict[str, np.ndarray], chunks: list[Chunk], shape: StepShape) -> None:
+        arrays["adapter_slots"][: shape.num_tokens] = _NO_SLOT
+        for chunk, token in zip(chunks, places_of(chunks, shape.decodes)[1], strict=True):
+            arrays["adapter_slots"][token : token + chunk.length] = chunk.seq.adapter_slot
 
     def _fill_decodes(
         self, arrays: dict[str, np.ndarray], slots: np.ndarray, chunks: list[Chunk], rows: list[int]
@@ -162,6 +171,7 @@ class PackedInputs:
             logit_rows=self._staging.device["logit_rows"][: shape.num_seqs] if shape.chunks else None,
             groups=groups,
             group_of=self._group_of,
+            adapter_slots=self._staging.device["adapter_slots"][: shape.num_tokens] if shape.has_adapters else None,
         )
 
     def sampled_rows(self, shape: StepShape) -> Tensor:

@@ -53,6 +53,7 @@ const NamedTest TESTS[] = {
     {"linear_whole", test_whole},
     {"rows of experts", test_experts},
     {"weigh_experts", test_weigh_experts},
+    {"add_low_rank", test_low_rank},
 };
 
 }  // namespace

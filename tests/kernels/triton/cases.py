@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagoda_server.kernels import INT4, GroupedFormat, GroupedWeight
+from pagoda_server.kernels import INT4, BankShape, GroupedFormat, GroupedWeight
 from pagoda_server.kernels.activate import FUNCTIONS, SWIGLU, Activation
 from pagoda_server.kernels.linear import ExpertRows, Linear
 from pagoda_server.kernels.paged import GREATEST, PLAIN_SCORING, Scoring
@@ -39,6 +39,7 @@ from pagoda_server.kernels.triton.linear import (
 )
 from pagoda_server.kernels.triton.linear_dequantized import look_up
 from pagoda_server.kernels.triton.linear_fixed import fixed_config as fixed_product
+from pagoda_server.kernels.triton.low_rank import TritonBank, add_low_rank_triton
 from pagoda_server.kernels.triton.paged_attention import paged_attention_triton
 from pagoda_server.kernels.triton.paged_fixed import attend_parts
 from pagoda_server.kernels.triton.product import Weight, multiply
@@ -78,6 +79,7 @@ def cases() -> list[Case]:
     for model in (LLAMA_8B, LLAMA_1B, SMOLLM2):
         found += layer_cases(model)
         found += attention_cases(model, torch.bfloat16, None)
+        found += low_rank_cases(model)
     found += product_cases(LLAMA_8B, (1, ROWS, 50, 100, 1000))
     found += product_cases(SMOLLM2, (1, ROWS, 1000))
     found += split_cases(LLAMA_8B)
@@ -123,6 +125,23 @@ def layer_cases(model: ModelShape) -> Iterator[Case]:
     ):
         call = partial(rope_and_store_kv_triton, qkv, cos, sin, slots, kv, head_norms, positions, centre)
         yield Case(f"{model.name} rope{name}", call)
+
+
+def low_rank_cases(model: ModelShape) -> Iterator[Case]:
+    """What adapters add to the products of a layer, and to one in float32."""
+    slots = torch.empty(ROWS, dtype=torch.int32, device=META)
+    kv_size, query_size = model.num_kv_heads * model.head_dim, model.num_heads * model.head_dim
+    for product, sizes, in_size, activation, dtype in (
+        ("qkv", (query_size, kv_size, kv_size), model.hidden_size, None, torch.bfloat16),
+        ("gate_up", (model.ffn_size, model.ffn_size), model.hidden_size, None, torch.bfloat16),
+        ("down", (model.hidden_size,), model.ffn_size, SWIGLU, torch.bfloat16),
+        ("output", (model.hidden_size,), query_size, None, torch.float32),
+    ):
+        bank = TritonBank(BankShape(8, 64, in_size, sizes, dtype, META))
+        x = torch.empty(ROWS, in_size * (activation.width if activation else 1), dtype=dtype, device=META)
+        out = torch.empty(ROWS, sum(sizes), dtype=dtype, device=META)
+        call = partial(add_low_rank_triton, out, x, slots, bank, activation)
+        yield Case(f"{model.name} low_rank of {product}, {str(dtype).removeprefix('torch.')}", call)
 
 
 def attention_cases(
