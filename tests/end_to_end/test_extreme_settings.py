@@ -60,7 +60,7 @@ def test_an_http_port_that_is_taken_is_one_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("limit_gb", [1.1, 1.3])
+@pytest.mark.parametrize("limit_gb", [1.1, 1.2])
 def test_an_engine_without_memory_for_its_model_ends_the_server_at_once(
     default_model_folder: Path, limit_gb: float
 ) -> None:
