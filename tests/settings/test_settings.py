@@ -182,30 +182,30 @@ def another_value(field: Field[Any], kind: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def told() -> ServeConfig:
+def config() -> ServeConfig:
     """A configuration in which no setting has its default."""
     kinds = get_type_hints(ServeConfig)
     return ServeConfig(**{field.name: another_value(field, kinds[field.name]) for field in fields(ServeConfig)})
 
 
-def test_every_setting_of_the_server_is_an_option_of_serve(told: ServeConfig) -> None:
+def test_every_setting_of_the_server_is_an_option_of_serve(config: ServeConfig) -> None:
     arguments = []
-    for field in fields(told):
-        value, option = getattr(told, field.name), field.name.replace("_", "-")
+    for field in fields(config):
+        value, option = getattr(config, field.name), field.name.replace("_", "-")
         assert value != field.default
         spellings = {True: f"--{option}", False: f"--no-{option}"}
         arguments.append(spellings[value] if isinstance(value, bool) else f"--{option}={value}")
-    assert parsed(ServeConfig, *arguments) == told
+    assert parsed(ServeConfig, *arguments) == config
 
 
-def test_a_spawned_engine_reads_its_settings_back_from_its_arguments(told: ServeConfig) -> None:
-    engine = parsed(EngineConfig, *told.engine_arguments(Path("/folder"), "unix:/e"))
-    expected = {field.name: getattr(told, field.name) for field in fields(EngineSettings)}
+def test_a_spawned_engine_reads_its_settings_back_from_its_arguments(config: ServeConfig) -> None:
+    engine = parsed(EngineConfig, *config.engine_arguments(Path("/folder"), "unix:/e"))
+    expected = {field.name: getattr(config, field.name) for field in fields(EngineSettings)}
     assert engine == EngineConfig(**(expected | {"model": "/folder", "listen": "unix:/e"}))
 
 
-def test_a_plain_command_line_is_read_without_a_parser_as_the_parser_reads_it(told: ServeConfig) -> None:
-    arguments = told.engine_arguments(Path("/folder"), "unix:/e")
+def test_a_plain_command_line_is_read_without_a_parser_as_the_parser_reads_it(config: ServeConfig) -> None:
+    arguments = config.engine_arguments(Path("/folder"), "unix:/e")
     assert plain_settings(arguments, EngineConfig) == parsed(EngineConfig, *arguments)
     apart = ("--cups", "3", "--degrees=70", "--no-is-loud", "--is-new", "--label", "a = b")
     assert plain_settings(apart, Kettle) == parsed(Kettle, *apart)
