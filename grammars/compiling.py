@@ -51,9 +51,10 @@ _PATIENT_LIMITS = LLParserLimits(
     max_grammar_size=30_000,
     verbose_errors=False,
 )
-# llguidance compiles what lies within each other by calling itself, with up to 3 kB a level of MAX_LEVELS, and a stack
-# that overflows ends the process. Only what is touched of this takes memory.
+# llguidance compiles parts within each other by recursion, which takes up to about 4 kB for each of MAX_LEVELS, and a
+# stack that overflows ends the process. Only the pages of a stack that are touched take memory.
 _STACK_BYTES = 64 << 20
+_starting = threading.Lock()  # the size of a stack is set for all threads that start
 _LONGEST_ERROR = 300
 _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
 _GBNF_HEADER = "%llguidance {}\n\n"  # before what was converted: lines of errors are then those of the rules
@@ -65,9 +66,10 @@ _BOUNDS = {  # keywords, with those that include the bound, and the direction th
 _EXACT, _LARGEST = 1 << 53, 10**300  # doubles keep every integer below the first, and end a little above the second
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
 _NOTES = ("default", "examples")  # keywords that decide nothing
-_starting = threading.Lock()  # the size of a stack is set for all threads that start
-Result = TypeVar("Result")
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+
+
+Result = TypeVar("Result")
 
 
 class GrammarError(ValueError):

@@ -166,7 +166,12 @@ def _patterns_of(schema: object) -> float:
 
 def names_in(grammar: str) -> set[str]:
     """Return the words of a grammar in Lark, among which are the names of its rules and terminals."""
-    return {re.sub(r"[?!\s]|[\[.:].*", "", text) for kind, text in _lark_parts(grammar) if kind in ("rule", "name")}
+    return {_name_of(text) for kind, text in _lark_parts(grammar) if kind in ("rule", "name")}
+
+
+def _name_of(rule: str) -> str:
+    """The name in the head of a rule or terminal, such as `?name.2:`."""
+    return re.sub(r"[?!\s]|[\[.:].*", "", rule)
 
 
 def levels_of(schema: object) -> int:
@@ -233,7 +238,7 @@ class _Lark:
         parts = self._rules[""] = []  # what precedes the first rule
         for kind, value in _lark_parts(grammar):
             if kind == "rule":
-                parts = self._rules[re.sub(r"[?!\s]|[\[.:].*", "", value)] = []
+                parts = self._rules[_name_of(value)] = []
             else:
                 parts.append((kind, value))
 
