@@ -1,4 +1,4 @@
-"""Headers that a process parses once, whoever asks for them."""
+"""A cache of parsed headers: a process parses the header of each file once."""
 
 from __future__ import annotations
 

@@ -87,8 +87,9 @@ private:
         return args.block_table + part.seq * args.max_blocks;
     }
 
-    // A group's second part decides how many tokens it shares; parts with fewer do not join. Neither do parts of which more
-    // than a quarter is their own: a token's heads lie together, and those that nobody shares are faster read together.
+    // The second part of a group decides how many tokens the group shares, and a part that shares fewer does not join. Nor
+    // does a part if more than a quarter of its tokens are its own: the kernel without groups reads those faster, because it
+    // takes all heads of a token together.
     bool join(const AttentionArgs& args, const std::vector<AttentionPart>& parts, Group& group, int32_t i) {
         const AttentionPart &leader = parts[group.leader], &part = parts[i];
         if (leader.first != part.first) return false;

@@ -21,10 +21,9 @@ from .cached_keys import CachedBits, CachedKeys
 
 HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one engine: as long as most system prompts
 WARM = 0.5  # the part of a prompt that must be cached for an engine to be preferred
-PATIENCE_S = (
-    2.0  # how much later a first token may come from an engine that has the prompt cached, and at least as much
-)
-PATIENCE_PER_SAVED_S = 3.0  # for each second in which the other engine computes what this one has cached
+# How much later a first token may come from an engine that has the prompt cached: two seconds or, if more, three
+# for each second for which the other engine would compute what is cached here.
+PATIENCE_S, PATIENCE_PER_SAVED_S = 2.0, 3.0
 FULL_S, QUEUE_S = 1.0, 10.0  # what a full batch costs, and a queue as long as the batch
 # It has no more sequences than the engine with the fewest, times this, and this part of its own batch more, or a few.
 MOST_TO_FEWEST, SLACK_PART, SLACK = 1.2, 0.25, 6

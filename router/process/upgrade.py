@@ -45,7 +45,7 @@ class UpgradePort:
 
     @property
     def descriptor(self) -> int | None:
-        """Of the socket, on which requests wait until they are answered. None: this process does not listen."""
+        """The descriptor of the socket on which requests arrive; None if this process does not listen."""
         return self._listening.fileno() if self._listening else None
 
     def _bound(self) -> socket.socket | None:
