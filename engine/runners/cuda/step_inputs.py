@@ -20,7 +20,6 @@ from .staging import Staging
 # What padding holds: a token that is stored nowhere, of a sequence without a context or a row.
 _NO_TOKEN = {"tokens": 0, "positions": 0}
 _NO_SLOT = -1
-_NO_ADAPTER = -1
 _NO_SEQUENCE = {"rows": -1, "sampled_rows": -1, "context_len": 0, "ranks": 0}
 
 
