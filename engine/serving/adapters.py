@@ -101,11 +101,21 @@ class HeldAdapters:
         if load.identity not in (b"", adapter.identity):
             detail = f"the files have the identity {adapter.identity.hex()}, not {load.identity.hex()}"
             raise _Refused(engine_pb2.ADAPTER_FAULT_CHANGED, detail)
+        is_pinned = load.is_pinned
+        if load.keeps_other and load.name in self._held:
+            held, _ = self._held[load.name]
+            is_pinned = is_pinned or held.is_pinned
+            if held.identity != adapter.identity:
+                detail = (
+                    f"{quoted(load.name)} is loaded with the identity {held.identity.hex()}, and the files have"
+                    f" {adapter.identity.hex()}; replace takes its place"
+                )
+                raise _Refused(engine_pb2.ADAPTER_FAULT_TAKEN, detail)
         known = self._by_identity.get(adapter.identity)
         weights = adapter.weights if known is None else known.weights  # equal bytes are held once
         if load.name in self._held:
             self._forget(load.name)
-        self._held[load.name] = replace(adapter, weights=weights, is_pinned=load.is_pinned), load.path
+        self._held[load.name] = replace(adapter, weights=weights, is_pinned=is_pinned), load.path
         self._index()
         log.info("adapter %s is loaded from %s", quoted(load.name), quoted(load.path))
         return _message(load.name, *self._held[load.name])

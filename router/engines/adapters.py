@@ -174,15 +174,16 @@ class Adapters:
     async def load(self, name: str, path: str, *, is_pinned: bool, replaces: bool) -> Adapter:
         """Have every engine hold an adapter under this name, or none.
 
-        Raises AlreadyExists unless it `replaces` one that has the name; Unavailable, Unimplemented, ResourceExhausted,
-        and the error of an engine that cannot load it. A caller that gives up does not undo what has begun.
+        Raises AlreadyExists if another one has the name, unless it `replaces` that; Unavailable, Unimplemented,
+        ResourceExhausted, and the error of an engine that cannot load it. A caller that gives up does not undo what has
+        begun.
         """
 
         async def change() -> Adapter:
             async with self._turn():
-                if name in self and not replaces:
-                    raise AlreadyExists("lora_name: an adapter of this name is loaded; replace takes its place")
-                return await self._load_on_all(name, path, is_pinned)
+                if name in self._declared and name not in self.known and not replaces:
+                    raise AlreadyExists("lora_name: --lora has an adapter of this name; replace takes its place")
+                return await self._load_on_all(name, path, is_pinned, replaces)
 
         return await asyncio.shield(self._begin(change()))
 
@@ -216,14 +217,14 @@ class Adapters:
         finally:
             self._num_waiting -= 1
 
-    async def _load_on_all(self, name: str, path: str, is_pinned: bool) -> Adapter:
+    async def _load_on_all(self, name: str, path: str, is_pinned: bool, replaces: bool) -> Adapter:
         former = self.known.get(name)
         adapter: Adapter | None = None
         loaded: list[EngineChannel] = []
-        for engine in self._able():
+        for engine in sorted(self._able(), key=lambda each: _rank(each, name)):
             try:
                 identity = adapter.identity if adapter is not None else b""
-                adapter = await self._load_on(engine, name, path, is_pinned, identity)
+                adapter = await self._load_on(engine, name, path, is_pinned, identity, keeps_other=not replaces)
                 loaded.append(engine)
             except Unavailable:
                 continue  # it is lost, and gets what the others hold when it is back
@@ -260,11 +261,20 @@ class Adapters:
         return known  # another one gets what these hold once it has
 
     async def _load_on(
-        self, engine: EngineChannel, name: str, path: str, is_pinned: bool = False, identity: bytes = b""
+        self,
+        engine: EngineChannel,
+        name: str,
+        path: str,
+        is_pinned: bool = False,
+        identity: bytes = b"",
+        *,
+        keeps_other: bool = False,
     ) -> Adapter:
         if engine.held.limits is None:
             raise Unimplemented("lora_name", NO_SLOTS)
-        adapter = await engine.questions.load_adapter(name, path, is_pinned=is_pinned, identity=identity)
+        adapter = await engine.questions.load_adapter(
+            name, path, is_pinned=is_pinned, identity=identity, keeps_other=keeps_other
+        )
         self._faults.pop((name, engine.name), None)
         engine.held.change(new=adapter)
         self.follow(engine)
@@ -285,3 +295,12 @@ class Adapters:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, PagodaError):
             log.error("a change of adapters failed", exc_info=error)
+
+
+def _rank(engine: EngineChannel, name: str) -> tuple[bool, int]:
+    """The place of an engine among those that load an adapter.
+
+    An engine that holds the name comes first: it refuses another adapter before others have loaded that. The rest have
+    one order on all routers, so that of two routers that load a name at once, one gets it on every engine.
+    """
+    return name not in (engine.held.by_name or {}), engine.held.epoch

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import trace_pb2
 
-from ..errors import FailedPrecondition, InvalidArgument, NotFound, PagodaError, ResourceExhausted, Unavailable
+from ..errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    PagodaError,
+    ResourceExhausted,
+    Unavailable,
+)
 from .held_adapters import Adapter
 
 
@@ -60,15 +68,20 @@ class Questions:
         if parts := self._traces.get(trace.number):
             parts.put_nowait(trace)
 
-    async def load_adapter(self, name: str, path: str, *, is_pinned: bool = False, identity: bytes = b"") -> Adapter:
+    async def load_adapter(
+        self, name: str, path: str, *, is_pinned: bool = False, identity: bytes = b"", keeps_other: bool = False
+    ) -> Adapter:
         """Have the engine hold an adapter under this name; return it.
 
-        identity  the only one that it may have; empty: any
+        identity     the only one that it may have; empty: any
+        keeps_other  refuse a name that means an adapter with another identity
 
         Raises Unavailable if the engine is lost or not ready, and what `fault_of` returns.
         """
         number = next(self._next_adapter)
-        load = engine_pb2.LoadAdapter(number=number, name=name, path=path, is_pinned=is_pinned, identity=identity)
+        load = engine_pb2.LoadAdapter(
+            number=number, name=name, path=path, is_pinned=is_pinned, identity=identity, keeps_other=keeps_other
+        )
         return await self._ask_for_adapter(number, engine_pb2.RouterMessage(load_adapter=load))
 
     async def unload_adapter(self, name: str) -> Adapter:
@@ -116,5 +129,7 @@ def fault_of(error: engine_pb2.AdapterError) -> PagodaError:
             return InvalidArgument("lora_path", detail)
         case engine_pb2.ADAPTER_FAULT_FULL:
             return ResourceExhausted(detail, reason="ADAPTERS_FULL")
+        case engine_pb2.ADAPTER_FAULT_TAKEN:
+            return AlreadyExists(f"lora_name: {detail}")
         case _:
             return FailedPrecondition(detail)

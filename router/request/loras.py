@@ -26,6 +26,7 @@ class Loras:
     def __init__(self, models: ServedModels, folder: Path | None) -> None:
         self._models = models
         self._folder = folder
+        self._loading: list[tuple[str, ServedModel]] = []  # names that are being loaded, with their models
 
     async def load(self, request: admin_pb2.LoadLoraRequest) -> control_pb2.LoraAdapter:
         """Load an adapter on every engine of its model.
@@ -34,8 +35,12 @@ class Loras:
         """
         name, model = request.lora_name, self._models.named(request.model).model
         self._check_name(name, model)
-        path = await asyncio.to_thread(confined, self._folder, request.lora_path)
-        await model.adapters.load(name, path, is_pinned=request.pinned, replaces=request.replace)
+        self._loading.append((name, model))
+        try:
+            path = await asyncio.to_thread(confined, self._folder, request.lora_path)
+            await model.adapters.load(name, path, is_pinned=request.pinned, replaces=request.replace)
+        finally:
+            self._loading.remove((name, model))
         return described(model, name)
 
     async def unload(self, name: str) -> None:
@@ -60,7 +65,7 @@ class Loras:
         for each in self._models:
             if each.is_called(name):
                 raise InvalidArgument("lora_name", "is the name of a served model")
-            if each is not model and name in each.adapters:
+            if each is not model and (name in each.adapters or (name, each) in self._loading):
                 raise AlreadyExists("lora_name: an adapter of another model has this name")
 
 

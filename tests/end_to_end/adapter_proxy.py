@@ -133,6 +133,8 @@ class AdapterProxy(engine_pb2_grpc.EngineServicer):
         identity = hashlib.sha256(content).digest()
         if load.identity not in (b"", identity):
             return Fault(fault=engine_pb2.ADAPTER_FAULT_CHANGED, detail="the files have changed")
+        if load.keeps_other and load.name in self.held and self.held[load.name].identity != identity:
+            return Fault(fault=engine_pb2.ADAPTER_FAULT_TAKEN, detail="another adapter has the name; replace it")
         if len({*self.held, load.name}) > MAX_LOADED:
             return Fault(fault=engine_pb2.ADAPTER_FAULT_FULL, detail=f"{MAX_LOADED} adapters are loaded")
         found = engine_pb2.Adapter(

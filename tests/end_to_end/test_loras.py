@@ -334,6 +334,44 @@ async def test_paths_and_names_that_a_client_must_not_give_are_refused_before_an
             await server.ask(model="b", lora_name="é" * 128)
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_of_two_routers_that_load_a_name_at_once_one_gets_it_on_every_engine(
+    tmp_path: Path, engines: int
+) -> None:
+    async with fleet(tmp_path, engines=engines, has_proxies=False) as server:
+        # The other router lists the engines in another order.
+        listed = ",".join(f"e{at}=unix:{tmp_path}/{at}.sock" for at in reversed(range(engines)))
+        starting = running_server(*MODEL, "--engine", listed, "--lora-dir", str(server.folder), ready=False)
+        with contextlib.ExitStack() as stack:
+            other = await asyncio.to_thread(stack.enter_context, starting)
+            await asyncio.to_thread(other.wait_ready)
+            async with grpc.aio.insecure_channel(other.address) as channel:
+                second = Fleet(server.folder, other, [], [], channel)
+
+                async def both_hold(name: str, identity: bytes) -> bool:
+                    found = [(await each.loras()).get(name) for each in (server, second)]
+                    return all(
+                        each is not None and bytes.fromhex(each.identity) == identity and len(each.engines) == engines
+                        for each in found
+                    )
+
+                ready = await second.load("ready", "one")
+                await until(lambda: both_hold("ready", bytes.fromhex(ready.identity)))
+                for turn in range(6):
+                    asked = [(server, "one"), (second, "two")][:: 1 if turn % 2 else -1]
+                    calls = (each.load(f"a{turn}", path) for each, path in asked)
+                    results = await asyncio.gather(*calls, return_exceptions=True)
+                    (won,) = [each for each in results if isinstance(each, control_pb2.LoraAdapter)]
+                    (lost,) = [each for each in results if isinstance(each, grpc.RpcError)]
+                    assert (lost.code(), won.identity in lost.details()) == (EXISTS, True)
+                    identity = bytes.fromhex(won.identity)
+                    await until(lambda name=f"a{turn}", identity=identity: both_hold(name, identity))
+                    calls = (each.load(f"b{turn}", path) for each, path in ((server, "one"), (second, "one")))
+                    assert len({each.identity for each in await asyncio.gather(*calls)}) == 1, "the same bytes"
+                with refused(EXISTS, ready.identity):
+                    await second.load("ready", "two")
+
+
 async def test_a_flood_of_loads_is_refused_and_disturbs_no_stream(tmp_path: Path) -> None:
     async with fleet(tmp_path) as server:
         (proxy,) = server.proxies
@@ -645,7 +683,10 @@ async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_en
             ["second", "synthetic"],
         ]
         assert "pinned" in printed
-        assert (await pagoda("lora", "add", "second", "one"))[0] == 1
+        adapter(tmp_path / "other", "other")
+        assert (await pagoda("lora", "add", "second", "one"))[0] == 0, "it is loaded already, and stays pinned"
+        code, printed = await pagoda("lora", "add", "second", "other")
+        assert (code, "replace" in printed) == (1, True)
         code, printed = await pagoda("lora", "add", "third", "..")
         assert (code, "leads out of --lora-dir" in printed) == (1, True)
         for _ in range(2):

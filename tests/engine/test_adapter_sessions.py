@@ -134,6 +134,24 @@ async def test_a_name_that_is_loaded_again_means_the_new_bytes(folder: Callable[
     await session.close()
 
 
+async def test_of_two_routers_that_load_a_free_name_the_first_gets_it(folder: Callable[[int], Path]) -> None:
+    server, _ = new_server()
+    first, second = Session(server), Session(server)
+    paths = folder(1), folder(2)
+    held, taken = await asyncio.gather(
+        *(each.load("a", path, keeps_other=True) for each, path in zip((first, second), paths, strict=True))
+    )
+    assert fault_of(taken) == engine_pb2.ADAPTER_FAULT_TAKEN
+    assert held.adapter.identity.hex() in taken.error.detail
+    same = await second.load("a", folder(1), keeps_other=True, is_pinned=True)
+    assert (same.adapter.identity, same.adapter.is_pinned) == (held.adapter.identity, True)
+    assert (await first.load("a", folder(1), keeps_other=True)).adapter.is_pinned, "it stays so"
+    first.send(follow_adapters=engine_pb2.FollowAdapters())
+    assert await first.held() == {"a": held.adapter.identity}
+    for each in (first, second):
+        await each.close()
+
+
 async def test_what_cannot_be_loaded_is_answered_with_its_fault(folder: Callable[[int], Path]) -> None:
     server, _ = new_server(slots=2, most=2)
     session = Session(server)

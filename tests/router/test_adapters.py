@@ -19,7 +19,7 @@ from pagoda_server.router.engines.adapters import Adapters
 from pagoda_server.router.engines.choosing import Asked, LeastLoaded
 from pagoda_server.router.engines.fleet import Engines
 from pagoda_server.router.engines.held_adapters import Adapter, HeldAdapters
-from pagoda_server.router.errors import InvalidArgument, NotFound, PagodaError, Unavailable
+from pagoda_server.router.errors import AlreadyExists, InvalidArgument, NotFound, PagodaError, Unavailable
 from pagoda_server.router.request.loras import confined
 
 PATHS = ("one", "two")
@@ -42,10 +42,12 @@ class Process:
             channel.lose()
         self.epoch, self.held = next(_epochs), {}
 
-    def load(self, name: str, path: str, identity: bytes) -> engine_pb2.Adapter:
+    def load(self, name: str, path: str, identity: bytes, *, keeps_other: bool) -> engine_pb2.Adapter:
         found = hashlib.sha256(f"{path} {self.files[path]}".encode()).digest()
         if identity not in (b"", found):
             raise InvalidArgument("lora_path", "the files have changed")
+        if keeps_other and name in self.held and self.held[name].identity != found:
+            raise AlreadyExists("another adapter has the name")
         if len({*self.held, name}) > MAX_LOADED:
             raise InvalidArgument("lora_path", "it holds as many as it may")
         self.held[name] = engine_pb2.Adapter(name=name, identity=found, path=path)
@@ -93,8 +95,10 @@ class Channel:
     def lose(self) -> None:
         self.held.lose()
 
-    async def load_adapter(self, name: str, path: str, *, is_pinned: bool = False, identity: bytes = b"") -> Adapter:
-        return Adapter.of(await self._ask(lambda: self._process.load(name, path, identity)))
+    async def load_adapter(
+        self, name: str, path: str, *, is_pinned: bool = False, identity: bytes = b"", keeps_other: bool = False
+    ) -> Adapter:
+        return Adapter.of(await self._ask(lambda: self._process.load(name, path, identity, keeps_other=keeps_other)))
 
     async def unload_adapter(self, name: str) -> Adapter:
         def unload() -> engine_pb2.Adapter:
@@ -136,9 +140,10 @@ class World:
         for _ in range(num_routers):
             engines = Known()
             router = Adapters(engines)
-            engines.all = [Channel(f"e{at}", each, router.follow) for at, each in enumerate(self.processes)]
+            channels = [Channel(f"e{at}", each, router.follow) for at, each in enumerate(self.processes)]
+            engines.all = channels[:: -1 if self.routers else 1]  # routers need not list engines in the same order
             self.routers.append(router)
-            self.channels.append(engines.all)
+            self.channels.append(channels)
 
     async def settle(self) -> None:
         """Wait until nothing more happens."""
@@ -173,6 +178,7 @@ ROUTERS, ENGINES = 2, 2
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("load"), st.integers(0, ROUTERS - 1), st.sampled_from(NAMES), st.sampled_from(PATHS)),
+        st.tuples(st.just("load at once"), st.sampled_from(NAMES), st.permutations(PATHS)),
         st.tuples(st.just("unload"), st.sampled_from(NAMES)),
         st.tuples(st.just("restart"), st.integers(0, ENGINES - 1)),
         st.tuples(st.just("cut"), st.integers(0, ROUTERS - 1), st.integers(0, ENGINES - 1)),
@@ -194,6 +200,18 @@ def test_routers_agree_and_engines_hold_what_names_mean_whatever_happens_in_turn
                     at, name, path = arguments
                     with contextlib.suppress(PagodaError):
                         await world.routers[at].load(name, path, is_pinned=False, replaces=True)
+                case "load at once":
+                    name, paths = arguments
+                    was_free = all(name not in router for router in world.routers)
+                    found = await asyncio.gather(
+                        *(
+                            router.load(name, path, is_pinned=False, replaces=False)
+                            for router, path in zip(world.routers, paths, strict=True)
+                        ),
+                        return_exceptions=True,
+                    )
+                    if was_free and any(isinstance(each, Adapter) for each in found):
+                        assert [type(each) for each in found].count(AlreadyExists) == 1, found
                 case "unload":
                     for router in world.routers:  # as SharedAdmin does
                         with contextlib.suppress(NotFound):

@@ -24,6 +24,7 @@ class AdapterFault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ADAPTER_FAULT_FULL: _ClassVar[AdapterFault]
     ADAPTER_FAULT_CHANGED: _ClassVar[AdapterFault]
     ADAPTER_FAULT_FAILED: _ClassVar[AdapterFault]
+    ADAPTER_FAULT_TAKEN: _ClassVar[AdapterFault]
 
 class EndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ ADAPTER_FAULT_INVALID: AdapterFault
 ADAPTER_FAULT_FULL: AdapterFault
 ADAPTER_FAULT_CHANGED: AdapterFault
 ADAPTER_FAULT_FAILED: AdapterFault
+ADAPTER_FAULT_TAKEN: AdapterFault
 END_REASON_UNSPECIFIED: EndReason
 END_REASON_STOP: EndReason
 END_REASON_LENGTH: EndReason
@@ -184,18 +186,20 @@ class FollowBlocks(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadAdapter(_message.Message):
-    __slots__ = ("number", "name", "path", "is_pinned", "identity")
+    __slots__ = ("number", "name", "path", "is_pinned", "identity", "keeps_other")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     IS_PINNED_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_OTHER_FIELD_NUMBER: _ClassVar[int]
     number: int
     name: str
     path: str
     is_pinned: bool
     identity: bytes
-    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., is_pinned: bool = ..., identity: _Optional[bytes] = ...) -> None: ...
+    keeps_other: bool
+    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., is_pinned: bool = ..., identity: _Optional[bytes] = ..., keeps_other: bool = ...) -> None: ...
 
 class UnloadAdapter(_message.Message):
     __slots__ = ("number", "name")
