@@ -271,7 +271,10 @@ class EngineChannel:
                     self._log_away(error)
                     pause_s = self._pause_after_death()
                 except EngineHangs:
-                    self._log_hang()
+                    if self._is_supervised or transport.is_connected:
+                        self._log_hang()
+                    else:
+                        self._log_away(TimeoutError(f"no connection within {self._hang_timeout_s:g} s"))
                     pause_s = self._pause_after_fault()
                     self._on_hang()
                 except InvalidMessage as error:

@@ -26,7 +26,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # gRPC's own delays between attempts grow to two minutes; EngineChannel has shorter ones.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # how long an attempt may take: the host of an engine may be busy
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
 
@@ -40,6 +40,11 @@ class Transport(Protocol):
         If none answers, this or the link's first read raises OSError; if one does that is not trusted or that does not
         trust this router, NotTrusted.
         """
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether something has taken the connection that was made last, though it may not have answered."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -63,6 +68,10 @@ class ShmTransport:
     async def connect(self) -> EngineLink:
         return await shm.connect(self._address, engine_pb2.EngineMessage.FromString)
 
+    @property
+    def is_connected(self) -> bool:
+        return True  # connect() waits for that
+
     async def close(self) -> None:
         """Do nothing: no state outlives a link."""
 
@@ -84,6 +93,10 @@ class GrpcTransport:
             self._channel, self._certificates = _channel(self._address, trust.certificates, name), trust.certificates
         call = engine_pb2_grpc.EngineStub(self._channel).Connect(metadata=trust.metadata)
         return GrpcLink(call, partial(self._refusal, trust))
+
+    @property
+    def is_connected(self) -> bool:
+        return self._channel is not None and self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def _refusal(self, trust: Trust, error: grpc.aio.AioRpcError) -> NotTrusted | None:
         """Why the engine has refused this router; None: for another reason."""

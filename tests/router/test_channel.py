@@ -233,6 +233,14 @@ async def test_an_address_where_no_engine_answers_is_logged_once_and_not_at_once
     assert [record.message.startswith(f"no engine at {address}: ") for record in caplog.records] == [True]
 
 
+async def test_an_address_that_takes_no_connection_is_not_said_to_hang(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections wait in its queue
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with running(EngineChannel(address, hang_timeout_s=0.5, on_change=nothing)):
+            await until(lambda: bool(caplog.messages))
+    assert caplog.messages[0] == f"no engine at {address}: no connection within 0.5 s"
+
+
 class ForgetfulCall:
     """A call as gRPC's are where a cancellation of its reader meets its end: the reader is told of the end alone.
 
