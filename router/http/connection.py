@@ -106,7 +106,8 @@ class Connection(HttpToolsProtocol):
             self._await_turn()
         elif self.flow.is_held:
             self.flow.is_held = False
-            if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            is_answered = self.cycle is None or self.cycle.response_complete  # then nobody takes the rest of the body
+            if is_answered or len(self.cycle.body) <= HIGH_WATER_LIMIT:
                 self.flow.resume_reading()
 
     def _parse(self, data: bytes) -> None:
