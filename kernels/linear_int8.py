@@ -137,7 +137,7 @@ class PackedInt8:
         return PackedInt8(
             (out_size, in_size),
             torch.empty(outputs, groups * GROUP, dtype=torch.int8),
-            torch.empty(outputs, groups * (3 if native.pairs_are_limited() else 2)),
+            torch.zeros(outputs, groups * (3 if native.pairs_are_limited() else 2)),  # no weight fills the last rows
             native.pack_int8,
             native.pack_int8_blocks,
         )

@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from .sequence import EndReason, Sequence, State
 
+# The fault of a sequence whose values were not finite.
+NOT_FINITE = "the model's hidden states or logits hold NaN or infinity, or leave no token to choose"
+
 
 @dataclass(slots=True)  # not frozen: one is made for every sequence in every step, and would take five times as long
 class Chunk:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..core.step import Chunk, Reading, TokenLogprobs
 
-NOT_FINITE = "the model's hidden states or logits hold NaN or infinity"
 _MAX_LOGITS = 1 << 22  # at once: 16 MB in float32, however long the chunk and large the vocabulary
 
 

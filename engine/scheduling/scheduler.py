@@ -31,6 +31,7 @@ from operator import add
 from ...settings.engine import PolicyName
 from ..core.sequence import EndReason, Sequence, State
 from ..core.step import (
+    NOT_FINITE,
     Chunk,
     Counters,
     Ended,
@@ -575,6 +576,8 @@ class Scheduler:
             self._end(seq, EndReason.FAILED, detail=mask.error)
         elif mask is not None and mask.fault:
             self._end(seq, EndReason.REJECTED, detail=mask.fault, field="guided")
+        elif fault == NOT_FINITE and seq.request.adapter is not None:  # an adapter can make finite values overflow
+            self._end(seq, EndReason.REJECTED, detail=f"with this adapter {fault}", field="lora_name")
         else:
             self._end(seq, EndReason.FAILED, detail=fault)
 

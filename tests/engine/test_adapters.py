@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pagoda_server.engine.core.adapter import Adapter
-from pagoda_server.engine.core.sequence import SamplingParams, Sequence
-from pagoda_server.engine.core.step import StepPlan
+from pagoda_server.engine.core.sequence import Readout, SamplingParams, Sequence
+from pagoda_server.engine.core.step import EndReason, StepPlan
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import has_native
 from tests.engine.drafters import AlwaysDrafts, Oracle
@@ -230,10 +230,32 @@ def test_what_is_cached_preempted_and_drafted_is_what_each_adapter_computes_alon
         assert served.scheduler.counters.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_values_that_overflow_end_the_sequences_of_their_adapter_alone(
+    adapted: Adapted, tmp_path: Path, is_read: bool
+) -> None:
+    runner = adapted.runner
+    folder = write_adapter(tmp_path / "huge", random_pairs(modules_of(runner), RANK, size=1e18))
+    huge, params = load(runner, folder), SamplingParams(max_tokens=8)
+    alone = generate(runner, with_adapter(ShuffledBlocks(runner).sequence(random_prompt(9, seed=1), 8), None, 0), 8)
+    served = Served(runner, 60, num_adapter_slots=2)
+    readout = Readout(1, 0, "last") if is_read else None
+    broken = [served.add(random_prompt(9, seed=seed), params, adapter=huge, readout=readout) for seed in range(2)]
+    base = served.add(random_prompt(9, seed=1), params)
+    other = served.add(random_prompt(9, seed=1), params, adapter=adapted.adapters[0])
+    served.run()
+    reasons = {ended.seq.id: (ended.reason, ended.field) for ended in served.ended}
+    assert [reasons[seq.id] for seq in broken] == [(EndReason.REJECTED, "lora_name")] * 2
+    assert [reasons[seq.id] for seq in (base, other)] == [(EndReason.LENGTH, "")] * 2
+    if adapted.settings["deterministic"]:
+        assert served.told[base.id] == alone
+    again = served.add(random_prompt(9, seed=1), params)  # its blocks are those that the broken ones have left
+    served.run()
+    assert {ended.seq.id: ended.reason for ended in served.ended}[again.id] is EndReason.LENGTH
+
+
 def test_a_prompt_with_an_adapter_is_read_as_it_is_computed(adapted: Adapted) -> None:
     """Readouts take the hidden states of the same layers."""
-    from pagoda_server.engine.core.sequence import Readout
-
     runner, blocks = adapted.runner, ShuffledBlocks(adapted.runner)
     tokens = random_prompt(9, seed=4)
     vectors = []

@@ -53,6 +53,15 @@ def test_rows_that_are_packed_apart_are_those_of_the_whole(dtype: torch.dtype, s
     assert torch.equal(linear_int8_native(place, None)(x), linear_int8_native(weight.float(), None)(x))
 
 
+@compiled
+def test_rows_that_no_weight_fills_are_finite_whatever_the_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype=torch.float32: torch.full(shape, -1).to(dtype) / 0)
+    place = PackedInt8.allocate(PANEL + 6, 100)
+    monkeypatch.undo()
+    place.copy_(torch.ones(PANEL + 6, 100))
+    assert place.is_finite
+
+
 @pytest.mark.parametrize("level", [0.0, 3.0, -0.5])
 def test_a_group_of_one_value_is_exact(level: float) -> None:
     values, scales, least = quantize_rows(torch.full((2, GROUP), level))

@@ -16,12 +16,12 @@ from ....kernels import copy_blocks, keep_freed_memory, set_num_threads
 from ....settings.engine import EngineConfig
 from ....settings.request import MAX_DRAFT_TOKENS
 from ...core.errors import ConfigError
-from ...core.step import Chunk, Reading, Sampled, StepPlan, TokenLogprobs
+from ...core.step import NOT_FINITE, Chunk, Reading, Sampled, StepPlan, TokenLogprobs
 from ...loop.steps_in_flight import Computed
 from ...models import StepInputs
 from ...models.share import WHOLE, Share
 from ..loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
-from ..readings import NOT_FINITE, StepHead, is_read, read
+from ..readings import StepHead, is_read, read
 from ..runner_info import count_blocks
 from .host_memory import HostMemory
 from .packed_step import packed_copies, packed_inputs, packed_rows, unpacked

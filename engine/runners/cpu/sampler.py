@@ -16,7 +16,7 @@ from torch import Tensor
 from ....kernels import Backend, Draws, LogitAdjustments
 from ....settings.sampling import PARAMETERS, Parameter
 from ...core.sequence import SamplingParams, Sequence, TokenMask
-from ...core.step import TokenLogprobs
+from ...core.step import NOT_FINITE, TokenLogprobs
 from ..late_masks import read_masks
 from ..sampling import draws_at_random, fill_mask, find_fault, num_mask_words, signed_seeds
 
@@ -161,7 +161,7 @@ class Sampler:
         if row.is_late:
             return Choice(-1, is_late=True)
         if token < 0:
-            return Choice(-1, fault="the model's logits hold NaN or infinity, or leave no token to choose")
+            return Choice(-1, fault=NOT_FINITE)
         return Choice(token)
 
     def _adjustments(self, rows: list[_Row]) -> LogitAdjustments:

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from ....kernels import MAX_TOP_LOGPROBS, SampledRows
-from ...core.step import Chunk, Reading, Sampled, TokenLogprobs
-from ..readings import NOT_FINITE, PendingReading
+from ...core.step import NOT_FINITE, Chunk, Reading, Sampled, TokenLogprobs
+from ..readings import PendingReading
 from .staging import Layout, all_launched, host_bytes
 
-_BROKEN = "the model's logits hold NaN or infinity, or leave no token to choose"
 _IN_FLIGHT = 3  # steps whose outcomes are copied but not yet read, plus one that is launched
 
 
@@ -49,7 +48,7 @@ class DeviceStep:
                 continue
             tokens[index] = chosen[entry]
             if tokens[index] < 0:
-                faults[index] = _BROKEN
+                faults[index] = NOT_FINITE
             elif (count := chunk.seq.params.logprobs) is not None:
                 logprobs[index] = self._logprobs(entry, count)
             if chunk.drafts:
