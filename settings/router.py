@@ -35,6 +35,7 @@ ReasoningFormatName = Literal["auto", "none", "gemma4", "harmony", "mistral", "t
 ChoiceName = Literal["auto", "load", "hash", "prefix"]
 MAX_QUEUED_TOKENS = 1 << 62
 MAX_TEXT_BYTES = 1 << 30  # a message of gRPC, which has 2 GiB at most, holds it beside the other fields
+MAX_ENGINE_WAIT_S = 86_400
 MAX_CONNECTION_AGE_S = 2_000_000  # gRPC counts milliseconds in 32 bits
 _OTLP_HEADERS = tuple(f"OTEL_EXPORTER_OTLP_{part}HEADERS" for part in ("", "TRACES_", "METRICS_"))
 _SECRETS = (AUTH_TOKEN_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *_OTLP_HEADERS)
@@ -211,6 +212,13 @@ class RouterSettings(CommonSettings):
         0.0,
         "Seconds that a request whose engine was lost waits for one that can take it, if none is ready.",
         unit="seconds", at_least=0,
+    )  # fmt: skip
+
+    engine_wait_s: float = setting(
+        0.0,
+        "Seconds that a new request waits while no engine is ready. It counts in --max-requests. The router is healthy "
+        "without an engine then. 0: such requests are refused at once.",
+        unit="seconds", at_least=0, at_most=MAX_ENGINE_WAIT_S,
     )  # fmt: skip
 
     max_connection_age_s: float = setting(

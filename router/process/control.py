@@ -14,6 +14,7 @@ from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, 
 from ... import installed_version
 from ..engines.channel import EngineChannel
 from ..engines.fleet import Fleet
+from ..engines.waiting import Waiting
 from ..errors import InvalidArgument
 from ..request.admission import Admission, LiveRequests
 from ..request.client_call import Context
@@ -33,22 +34,25 @@ MAX_TENANTS_LISTED = 64
 
 
 class ServingState:
-    """Whether this router can serve: an engine is ready, and the router is not draining.
+    """Whether this router can serve: an engine is ready, or requests wait for one, and the router is not draining.
 
     models  with several, health is also that of each, as `pagoda.v1.Inference/NAME`
     """
 
-    def __init__(self, fleet: Fleet, admission: Admission, models: ServedModels) -> None:
+    def __init__(
+        self, fleet: Fleet, admission: Admission, models: ServedModels, waiting: Waiting | None = None
+    ) -> None:
         self.health = health.aio.HealthServicer()
         self._models = models
         self._fleet = fleet
         self._admission = admission
+        self._waiting = waiting or Waiting()
 
     @property
     def state(self) -> control_pb2.ServerState:
         if self._admission.is_draining:
             return control_pb2.SERVER_STATE_DRAINING
-        if any(model.engines.refusal() is None for model in self._models):
+        if self._waiting.is_on or any(model.engines.refusal() is None for model in self._models):
             return control_pb2.SERVER_STATE_SERVING
         if any(channel.has_been_ready for channel in self._fleet.channels):
             return control_pb2.SERVER_STATE_UNAVAILABLE
@@ -62,7 +66,7 @@ class ServingState:
         for service in INFERENCE_SERVICES:
             await self.health.set(service, serving if is_serving else not_serving)
         for model in self._models if len(self._models) > 1 else ():
-            has_engine = is_serving and model.engines.refusal() is None
+            has_engine = is_serving and (self._waiting.is_on or model.engines.refusal() is None)
             await self.health.set(f"{INFERENCE_SERVICES[1]}/{model.name}", serving if has_engine else not_serving)
         for service in OTHER_SERVICES:
             await self.health.set(service, serving)
@@ -70,6 +74,7 @@ class ServingState:
     async def drain(self) -> None:
         """Report NOT_SERVING and admit no new requests; running requests continue."""
         self._admission.is_draining = True
+        self._waiting.end()
         await self.refresh()
 
 

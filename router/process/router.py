@@ -28,6 +28,7 @@ from ..engines.held_adapters import Adapter
 from ..engines.membership import membership
 from ..engines.refusals import WrongEngine
 from ..engines.stream import Wakeups
+from ..engines.waiting import Waiting, mark_of
 from ..errors import ConfigError, PagodaError
 from ..request.admission import Admission, LiveRequests
 from ..request.failover import Failover
@@ -147,7 +148,10 @@ class Router:
             self._models = ServedModels(
                 [self._served(name, fleet if has_one else EnginesOf(fleet, name)) for name in self._folders]
             )
-            self._failover = Failover(continues=self._config.failover, wait_s=self._config.failover_wait_s)
+            self._waiting = Waiting(self._config.engine_wait_s, mark_of(self._config.engine))
+            self._failover = Failover(
+                continues=self._config.failover, wait_s=self._config.failover_wait_s, waiting=self._waiting
+            )
             self._migrations = Migrations(is_on=self._config.failover)
             self._engine_groups = {
                 name: EngineGroup(
@@ -159,7 +163,7 @@ class Router:
             }
             members = membership(f"0={self._spawned}" if self._spawned else self._config.engine, self._fleet)
             members.load()
-            self._state = ServingState(self._fleet, self._admission, self._models)
+            self._state = ServingState(self._fleet, self._admission, self._models, self._waiting)
             if self._config.http:
                 from ..telemetry.metrics import Tally
 
@@ -209,6 +213,7 @@ class Router:
         for model in self._models:
             if model.name == engine.model:
                 model.adapters.follow(engine)
+                self._waiting.look_again()
                 if self._is_engine_ours:
                     self._keep(model.adapters)
 
@@ -240,7 +245,8 @@ class Router:
 
     async def _serve(self) -> None:
         if self._replaces:
-            await self._has_served.wait()
+            if not self._waiting.is_on:
+                await self._has_served.wait()
             for _ in range(50):  # one that is away for longer shall not keep these routers from serving
                 has_adapters = all(model.adapters.are_held for model in self._models)
                 if has_adapters and all(channel.is_ready for channel in self._fleet.channels):
@@ -251,6 +257,8 @@ class Router:
 
     async def _listen(self) -> None:
         self._parent.starts(*await self._ports.listen(takes_over=self._replaces))
+        if self._waiting.is_on:
+            self._parent.is_ready()
 
     def _make_ports(self) -> Ports:
         max_bytes = max_message_bytes(
@@ -267,6 +275,7 @@ class Router:
             observers=self._observers,
             failover=self._failover,
             migrations=self._migrations,
+            waiting=self._waiting,
         )
         served = Served(
             self._config,
@@ -327,6 +336,7 @@ class Router:
             self._parent.is_ready()
             for channel in self._fleet.ready:
                 self._on_adapters(channel)
+        self._waiting.look_again()
         await self._state.refresh()
 
     def _share(self, engines: Sequence[control_pb2.EngineInfo]) -> None:

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
-import time
 from collections import Counter
 
 from pagoda.v1 import control_pb2
 
 from ..engines.channel import EngineChannel
 from ..engines.fleet import Engines
+from ..engines.waiting import Waiting
 from ..errors import EngineLost, EnginesLost, Unavailable
 
 MAX_LOSSES = 2  # of a request: one that ends its engines must not end them all
 OUTCOMES = ("resubmitted", "continued", "unavailable", "refused")
-_LOOKS_AGAIN_S = 0.1
 
 
 class Failover:
     """Chooses where requests go whose engine was lost.
 
     continues  whether streams that have begun go on, too
-    wait_s     how long a request waits for an engine that can take it, if none is ready
+    wait_s     how long a request waits for an engine that can take it, if none is ready; at least as long as new ones
+    waiting    where it waits; None: in a place of its own
     outcomes   counts what became of the requests, for each time that one lost its engine
     """
 
-    def __init__(self, *, continues: bool, wait_s: float) -> None:
+    def __init__(self, *, continues: bool, wait_s: float, waiting: Waiting | None = None) -> None:
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self._continues = continues
         self._wait_s = wait_s
+        self.waiting = waiting or Waiting()
 
     async def elsewhere(
         self,
@@ -82,11 +81,8 @@ class Failover:
         has_begun: bool,
     ) -> EngineChannel:
         """Wait for an engine. Raises Unavailable."""
-        ends_at = time.monotonic() + min(self._wait_s, math.inf if timeout_s is None else timeout_s)
-        while True:
-            try:
-                return engines.pick(avoid=(avoid,), like=like, has_begun=has_begun)
-            except Unavailable:
-                if time.monotonic() >= ends_at:
-                    raise
-                await asyncio.sleep(_LOOKS_AGAIN_S)
+
+        def pick() -> EngineChannel:
+            return engines.pick(avoid=(avoid,), like=like, has_begun=has_begun)
+
+        return await self.waiting.found(pick, lambda: max(self._wait_s, self.waiting.wait_s), timeout_s)

@@ -102,7 +102,8 @@ class InferenceServicer:
     def refusal(self, tenant: str) -> PagodaError | None:
         """Why a tenant's call that needs an engine would be refused now, whatever it asks for."""
         services = self.services
-        return services.models.refusal() or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
+        no_engine = None if services.waiting.is_on else services.models.refusal()
+        return no_engine or services.admission.refusal(tenant) or services.quotas.refusal(tenant)
 
     def refused(self, call: ClientCall, why: PagodaError, route: str, method: str = "Generate") -> None:
         """Notify the observers that a call by another protocol has been refused, before it was read."""
@@ -129,10 +130,8 @@ class InferenceServicer:
                 target = self.models.named(request.model, request.lora_name)
                 return target, validate_generate(request, target.model.limits, record.metadata)
 
-            target, params = await message.parsed(checked)
+            target, params = await admitted.wanted(checked)
             model = target.model
-            admitted.note_target(target)
-            target.check_ready()
             tokenizer, grammars = model.tokenizer, model.grammars
             if params.guided is not None:
                 params = replace(params, guided=await grammars.check(params.guided))
@@ -208,6 +207,7 @@ class InferenceServicer:
                 raise not_kept()
             admitted.note_target(kept.target)
             counts = kept.check(request.received)
+            await admitted.engine_for(kept.target)
             admitted.check_draining()
             async with kept:  # no refusal above has ended the call that still writes it
                 submit = kept.submit

@@ -352,10 +352,8 @@ class Readouts:
                 target = models.named(request.model, request.lora_name)
                 return target, validate(request, target.model.limits)
 
-            target, params = await message.parsed(checked)
+            target, params = await admitted.wanted(checked)
             model = target.model
-            admitted.note_target(target)
-            target.check_ready()
             admitted.check_draining()
             admitted.begin(params.request_id)
             reservation.grow(len(params.parts))

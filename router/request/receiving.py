@@ -176,9 +176,11 @@ class Received:
             messages.take(len(raw))
             self._num_bytes = len(raw)
 
-    async def parsed(self, work: Callable[[bytes], Result]) -> Result:
-        """`Messages.parse` of this message, once."""
-        raw, self._raw = self._raw, b""
+    async def parsed(self, work: Callable[[bytes], Result], *, is_last: bool = True) -> Result:
+        """`Messages.parse` of this message, whose bytes are dropped the last time."""
+        raw = self._raw
+        if is_last:
+            self._raw = b""
         return await self._messages.parse(raw, work)
 
     def release(self) -> None:

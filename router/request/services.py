@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pagoda.v1 import inference_pb2
 
 from ..engines.channel import EngineChannel
 from ..engines.fleet import Engines
+from ..engines.waiting import Waiting
 from ..errors import EngineLost, Unavailable
 from ..tenants.caller import Caller, caller
 from ..tenants.quotas import Quotas, Spending
@@ -22,6 +24,7 @@ from .models import ServedModels, Target
 from .receiving import Messages, Received
 from .record import Observers, Record
 
+Params = TypeVar("Params")
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -37,6 +40,7 @@ class Services:
     observers: Observers
     failover: Failover
     migrations: Migrations
+    waiting: Waiting
 
     @contextlib.asynccontextmanager
     async def admitted(
@@ -72,6 +76,7 @@ class AdmittedCall:
     received    when it came, on the monotonic clock
     live        its request, once `begin` was called
     num_losses  engines that were lost while they computed the request
+    has_waited  no engine was ready when it came
     """
 
     services: Services
@@ -85,6 +90,33 @@ class AdmittedCall:
     live: LiveRequest = field(default_factory=LiveRequest)
     is_live: bool = False
     num_losses: int = 0
+    has_waited: bool = False
+
+    async def wanted(self, checked: Callable[[bytes], tuple[Target, Params]]) -> tuple[Target, Params]:
+        """What the message asks for, once an engine can take it.
+
+        checked  parses the message and checks it. It is called again after a wait: the engine's limits are known then
+
+        Raises what it raises, and Unavailable.
+        """
+        waiting = self.services.waiting
+        target, params = await self.message.parsed(checked, is_last=not waiting.is_on)
+        self.note_target(target)
+        await self.engine_for(target)
+        if self.has_waited:
+            target, params = await self.message.parsed(checked)
+        return target, params
+
+    async def engine_for(self, target: Target) -> None:
+        """Wait until an engine can compute for a target, if requests wait here. Raises Unavailable, NotFound."""
+        waiting = self.services.waiting
+        try:
+            target.check_ready()
+        except Unavailable:
+            if not waiting.is_on:
+                raise
+            self.has_waited = True
+            await waiting.new(target.check_ready, time_left(self.call))
 
     def note_target(self, target: Target) -> None:
         """Note which model the request asks for, and which adapter."""

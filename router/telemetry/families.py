@@ -165,6 +165,7 @@ _OF_ROUTERS = (
     _counter("failovers", "Requests that lost their engine, by what became of them.", "outcome"),
     _counter("migrations", "Streams of an engine that is going to end, by what became of them.", "outcome"),
     _gauge("admitted_requests", "Requests that the routers hold."),
+    _gauge("requests_without_engine", "Requests that wait because no engine can take them."),
     _gauge("admitted_requests_limit", "The most requests that the routers admit at once."),
     _gauge("reserved_tokens", "Tokens that admitted requests reserve, for prompts and outputs."),
     _gauge("reserved_tokens_limit", "The most tokens of all admitted requests."),

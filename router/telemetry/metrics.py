@@ -157,6 +157,7 @@ class Tally:
         for outcome, number in self._migrations.outcomes.items():
             yield "migrations", (outcome,), number
         yield "admitted_requests", (), self._admission.requests
+        yield "requests_without_engine", (), self._failover.waiting.num
         yield "admitted_requests_limit", (), self._admission.max_requests
         yield "reserved_tokens", (), self._admission.tokens
         yield "reserved_tokens_limit", (), self._admission.max_tokens

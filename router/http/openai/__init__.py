@@ -89,7 +89,7 @@ def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:
         return card | ({"parent": model.name} if target.adapter else {})
 
     async def all_models(request: Request) -> Response:
-        if (why := models.refusal()) is not None:
+        if not inference.services.waiting.is_on and (why := models.refusal()) is not None:
             raise why
         adapters = [Target(model, each.name) for model in models for each in adapters_of(model) if each.ready]
         found = [*map(Target, models), *adapters]
