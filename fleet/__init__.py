@@ -1,8 +1,10 @@
-"""A fleet: engines on many machines, placed, counted and replaced by a driver that has neither model nor tokens.
+"""A fleet: engines and routers on many machines, placed, counted and replaced by a driver without model or tokens.
 
-driver   keeps as many engines as wanted, and writes the file of members that routers follow
+driver   keeps as many engines and routers as wanted, and writes the file of members that routers follow
+group    the engines, or the routers: started again when they end, and replaced when asked
 policy   how many engines the load asks for, as a pure function
-host     runs one engine as a child, on whatever machine it was placed
+metrics  what the driver shows Prometheus
+host     runs one engine or router as a child, on whatever machine it was placed
 on_ray   hosts as actors of Ray; the only file that imports it
 folder   what the driver keeps on disk: the members, certificates and the token
 control  how the other commands reach the driver

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from ..router.engines.fleet import Member
 from ..router.engines.membership import read_members
+from ..router.engines.waiting import read_mark
 from ..router.errors import ConfigError
 from ..runtime.authority import AUTHORITY, ROUTER, Authority, write_whole
 from ..runtime.channel_trust import ENGINE_NAME, ChannelTrust
 from ..settings.engine import CommonSettings
+from .host import MEMBERS_OPTION
 
 DAYS = 365  # that certificates are valid: an engine gets new ones when it is started
 MEMBERS, CERTIFICATES, TOKEN, CONTROL = "engines.json", "certs", "token", "control"
@@ -83,6 +85,24 @@ class FleetFolder:
             "--channel-tls-ca": self._file(AUTHORITY, "pem").read_bytes(),
             "--channel-token-file": (self.path / TOKEN).read_bytes(),
         }
+
+    def router_files(self) -> dict[str, bytes]:
+        """The files of a router on another host, by option. Raises OSError."""
+        return {
+            MEMBERS_OPTION: self.members_file(),
+            "--channel-tls-cert": self._file(ROUTER, "pem").read_bytes(),
+            "--channel-tls-key": self._file(ROUTER, "key").read_bytes(),
+            "--channel-tls-ca": self._file(AUTHORITY, "pem").read_bytes(),
+            "--channel-token-file": (self.path / TOKEN).read_bytes(),
+        }
+
+    def mark(self) -> str:
+        """What routers write here while requests wait for an engine: see router/engines/waiting.py."""
+        return read_mark(self.path / MEMBERS)
+
+    def members_file(self) -> bytes:
+        """The file of members as it is. Raises OSError."""
+        return (self.path / MEMBERS).read_bytes() if self._written is None else self._written
 
     def members(self) -> dict[str, str]:
         """The addresses in the file of members, by name; none if it cannot be read."""

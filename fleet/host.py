@@ -1,7 +1,7 @@
-"""A host: a place on some machine that runs one engine as a child, and answers for it.
+"""A host: a place on some machine that runs one engine or router as a child, and answers for it.
 
-Only control passes here: start, address, drain, the exit code and the last lines of the log. Tokens go from the engine
-to routers, so a host that is slow or cut off touches no stream.
+Only control passes here: start, address, members, drain, the exit code and the last lines of the log. Tokens go from
+engines to routers, so a host that is slow or cut off touches no stream.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from typing import IO, Any
 
 from .. import installed_version
 from ..channel.address import check_address
-from ..settings import EngineConfig
-from ..settings.router import environment_without_secrets
+from ..router.engines.waiting import read_mark
+from ..runtime.authority import write_whole
+from ..settings import EngineConfig, ServeConfig, Settings
+from ..settings.router import FILE_PREFIX, environment_without_secrets
 from ..settings.sources import environment_without_settings
 
 LOG_LINES = 50
+MEMBERS_OPTION = "--engine"  # of a router; it names the file of members
 
 
 class State(StrEnum):
@@ -42,14 +45,16 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a host says of its engine.
+    """What a host says of its engine or router.
 
-    address    where routers reach it; empty: it does not listen yet
+    address    where it is reached; empty: it does not listen yet
     node       names the machine
     exit_code  None: it has not ended
     log        the last lines that it has logged
     version    of the server that is installed there
     warning    what is wrong with the machine; empty: nothing is
+    http       a router's URL of HTTP; empty: it has none
+    mark       what a router writes while requests wait there for an engine
     """
 
     state: State = State.EMPTY
@@ -60,6 +65,8 @@ class Report:
     log: tuple[str, ...] = ()
     version: str = ""
     warning: str = ""
+    http: str = ""
+    mark: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Report:
@@ -70,10 +77,10 @@ class Report:
 
 
 class Host:
-    """Runs one engine.
+    """Runs one engine or router.
 
     node     names the machine
-    ip       its address, which the engine listens at
+    ip       its address, at which the child listens
     warning  what is wrong with it; empty: nothing is
     """
 
@@ -82,39 +89,52 @@ class Host:
         self._ip = ip
         self._process: subprocess.Popen[str] | None = None
         self._folder: Path | None = None
-        self._address = ""
+        self._address = self._http = ""
         self._is_draining = False
         self._warning = warning
         self._log: deque[str] = deque(maxlen=LOG_LINES)
 
     def start(self, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
-        """Start the engine, unless it runs.
+        """Start an engine, unless one runs.
 
         arguments  its command line, without its address
         files      contents of files that only it may read, by the option that names each
         """
+        self._start(["pagoda_server.engine", f"--node={self._node}", *arguments], files, 0, EngineConfig)
+
+    def start_router(self, arguments: Sequence[str], files: Mapping[str, bytes], port: int) -> None:
+        """Start a router, unless one runs. The arguments are those of `start`; 0: it takes a free port."""
+        self._start(["pagoda_server.cli", "serve", *arguments], files, port, ServeConfig)
+
+    def _start(self, arguments: Sequence[str], files: Mapping[str, bytes], port: int, config: type[Settings]) -> None:
         if self._process is not None and self._process.poll() is None:
             return
         self._remove_files()
         self._folder = Path(tempfile.mkdtemp(prefix="pagoda-engine-"))  # which no other user can enter
-        for option, content in files.items():
-            (self._folder / option.lstrip("-")).write_bytes(content)
-        given = [f"{option}={self._folder / option.lstrip('-')}" for option in files]
+        self.update(files)
+        paths = {option: str(self._folder / option.lstrip("-")) for option in files}
+        given = [f"{option}={FILE_PREFIX if option == MEMBERS_OPTION else ''}{path}" for option, path in paths.items()]
         host = f"[{self._ip}]" if ":" in self._ip else self._ip
-        command = [sys.executable, "-m", "pagoda_server.engine", *arguments, *given]
-        self._address, self._is_draining = "", False
+        command = [sys.executable, "-m", *arguments, *given]
+        self._address, self._http, self._is_draining = "", "", False
         self._process = subprocess.Popen(
-            [*command, f"--listen={host}:0", "--exit-with-parent"],
+            [*command, f"--listen={host}:{port}", "--exit-with-parent"],
             stdin=subprocess.PIPE,  # which ends when this process does, however it ends
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=environment_without_settings(environment_without_secrets(), EngineConfig),
+            env=environment_without_settings(environment_without_secrets(), config),
             start_new_session=True,
         )
         for read, stream in ((self._read_address, self._process.stdout), (self._read_log, self._process.stderr)):
             threading.Thread(target=read, args=(stream,), daemon=True).start()
+
+    def update(self, files: Mapping[str, bytes]) -> None:
+        """Replace files of the child, by option."""
+        if self._folder is not None:
+            for option, content in files.items():
+                write_whole(self._folder / option.lstrip("-"), content, 0o600)
 
     def report(self) -> dict[str, Any]:
         """What `Report.of` reads, in types that every version knows."""
@@ -130,18 +150,29 @@ class Host:
             state = State.SERVING if self._address else State.STARTING
         pid = process.pid if process is not None else 0
         log = list(self._log) if state is not State.SERVING else []
-        report = Report(state, self._address, self._node, pid, exit_code, (), installed_version(), self._warning)
+        mark = read_mark(self._folder / MEMBERS_OPTION.lstrip("-")) if self._folder is not None else ""
+        report = Report(
+            state,
+            self._address,
+            self._node,
+            pid,
+            exit_code,
+            version=installed_version(),
+            warning=self._warning,
+            http=self._http,
+            mark=mark,
+        )
         return asdict(report) | {"state": str(state), "log": log}
 
     def drain(self) -> None:
-        """Ask the engine to end: it takes nothing new, and ends once its streams have, or after its --grace-s."""
+        """Ask the child to end: it takes nothing new, and ends once its streams have, or after its --grace-s."""
         if self._process is not None and not self._is_draining:
             self._is_draining = True
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """Kill the engine, and remove its files."""
+        """Kill the child, and remove its files."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -153,14 +184,18 @@ class Host:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read_address(self, printed: IO[str]) -> None:
+        """Find the address in the first line that has one; a router tells its URL there, too."""
         for line in printed:
-            address = line.rsplit(" ", 1)[-1].strip()
+            words = line.split()
+            address, http = "".join(words[-1:]), next((word for word in words if word.startswith("http")), "")
             if line.startswith("{"):
                 with contextlib.suppress(ValueError):
-                    address = json.loads(line).get("address", "")
+                    said = json.loads(line)
+                    address, http = said.get("address") or said.get("grpc", ""), said.get("http", "")
             with contextlib.suppress(ValueError):
-                check_address(address, can_be_shm=False, lowest_port=1)
-                self._address = address
+                if not self._address:
+                    check_address(address, can_be_shm=False, lowest_port=1)
+                    self._address, self._http = address, http
 
     def _read_log(self, logged: IO[str]) -> None:
         for line in logged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shlex
 import signal
@@ -17,8 +18,10 @@ from ..runtime.logs import print_line, start_logging
 from ..settings import EXIT_CONFIG, EXIT_FAILURE
 from ..settings.fleet import LOCAL, FleetConfig
 from .control import answering
-from .driver import Driver, FleetError, HostsError
+from .driver import Driver
 from .folder import CONTROL, FleetFolder
+from .group import FleetError, HostsError
+from .metrics import Metrics
 
 if TYPE_CHECKING:
     from .on_ray import RayHosts
@@ -55,11 +58,18 @@ def run(config: FleetConfig) -> int:
 
 
 async def _drive(config: FleetConfig, hosts: RayHosts, folder: FleetFolder) -> int:
-    driver, stop = Driver(config, hosts, folder), asyncio.Event()
+    metrics = Metrics() if config.metrics else None
+    driver, stop = Driver(config, hosts, folder, metrics), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with answering(folder.path / CONTROL, driver.answer):
-        command = shlex.join(["pagoda", "serve", f"--model={config.model}", *folder.router_options])
-        print_line(config, log.name, f"keeping {config.bounds} engines; a router: {command}", {"router": command})
-        await driver.run(stop, drains=config.ray == LOCAL)
+    with contextlib.ExitStack() as stack:
+        if metrics is not None and config.metrics:
+            port, end = metrics.serve(config.metrics)
+            stack.callback(end)
+            log.info("metrics at port %d", port)
+        async with answering(folder.path / CONTROL, driver.answer):
+            options = (f"--model={config.model}", *folder.router_options, *config.router_options)
+            command = shlex.join(["pagoda", "serve", *options])
+            print_line(config, log.name, f"keeping {config.bounds} engines; a router: {command}", {"router": command})
+            await driver.run(stop, drains=config.ray == LOCAL)
     return 0

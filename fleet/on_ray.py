@@ -22,7 +22,7 @@ from ray.util import get_node_ip_address, list_named_actors
 
 from ..runtime import followed
 from ..settings.fleet import LOCAL, FleetConfig
-from .driver import HostsError
+from .group import HostsError
 from .host import Host, Report, State
 
 ANSWER_S = 2.0  # how long an actor may take to answer before it counts as silent
@@ -60,7 +60,9 @@ class RayHosts:
             raise HostsError(f"--ray {config.ray}: {str(error) or type(error).__name__}") from error
         memory = {"memory": config.engine_memory_gb * 1e9} if config.engine_memory_gb else {}
         given = {"CPU": config.engine_cpus, "GPU": config.engine_gpus} | memory
-        self._resources = {name: number for name, number in given.items() if number}
+        self._of_engine = {name: number for name, number in given.items() if number}
+        self._of_router = {"CPU": config.router_cpus} if config.router_cpus else {}
+        self._num_routers = config.routers
         self._handles: dict[str, Any] = {}
         self._at_head: threading.Thread | None = None  # what has asked Ray's head last
         self._asked: dict[str, Any] = {}  # reports that have not come, by host: no second one is asked for
@@ -80,13 +82,14 @@ class RayHosts:
             with contextlib.suppress(ValueError):  # placed by an attempt that had no answer in time
                 self._handles[name] = ray.get_actor(name)
                 return
+            resources = self._of_router if name.startswith("router-") else self._of_engine
             actor = ray.remote(RayHost).options(
                 name=name,
                 lifetime="detached",
                 max_restarts=-1,
-                num_cpus=self._resources.get("CPU", 0),
-                num_gpus=self._resources.get("GPU", 0),
-                memory=self._resources.get("memory"),
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                memory=resources.get("memory"),
                 scheduling_strategy="SPREAD",  # else a node's loss could take all engines while others stand empty
             )
             self._handles[name] = actor.remote()
@@ -94,7 +97,7 @@ class RayHosts:
         await self._of_head(place)
 
     async def remove(self, name: str) -> None:
-        """Remove a host, and its engine with it."""
+        """Remove a host, and what runs there with it."""
 
         def remove() -> None:
             with contextlib.suppress(ValueError):  # there is none, because an attempt without an answer removed it
@@ -105,12 +108,19 @@ class RayHosts:
         self._asked.pop(name, None)
 
     async def hint(self, num_engines: int) -> None:
-        """Have an autoscaler of the cluster keep room for so many engines."""
-        if self._resources:
-            await self._of_head(partial(autoscaler.request_resources, bundles=[self._resources] * num_engines))
+        """Have an autoscaler of the cluster keep room for so many engines, and for the routers."""
+        bundles = [self._of_engine] * num_engines + [self._of_router] * self._num_routers
+        if bundles := [bundle for bundle in bundles if bundle]:
+            await self._of_head(partial(autoscaler.request_resources, bundles=bundles))
 
     async def start(self, name: str, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
         await self._of_host(lambda: self._handle(name).start.remote(arguments, files))
+
+    async def start_router(self, name: str, arguments: Sequence[str], files: Mapping[str, bytes], port: int) -> None:
+        await self._of_host(lambda: self._handle(name).start_router.remote(arguments, files, port))
+
+    async def update(self, name: str, files: Mapping[str, bytes]) -> None:
+        await self._of_host(lambda: self._handle(name).update.remote(files))
 
     async def drain(self, name: str) -> None:
         await self._of_host(lambda: self._handle(name).drain.remote())

@@ -8,7 +8,7 @@ of its other fields.
 
 from .engine import EngineConfig, EngineSettings
 from .router import RouterSettings, ServeConfig
-from .setting import EXIT_CONFIG, EXIT_FAILURE, SettingError
+from .setting import EXIT_CONFIG, EXIT_FAILURE, SettingError, Settings
 
 __all__ = [
     "EXIT_CONFIG",
@@ -18,4 +18,5 @@ __all__ = [
     "RouterSettings",
     "ServeConfig",
     "SettingError",
+    "Settings",
 ]

@@ -39,6 +39,7 @@ MAX_GB = 1_000_000_000  # more than any machine has, and as bytes it still fits 
 MAX_CONTEXT = 1 << 28  # tokens, whose ids fit into a message of gRPC
 MAX_BLOCK_SIZE = 1 << 20
 MAX_RANKS = 64
+MAX_NODE_NAME = 64
 MAX_ADAPTERS, MAX_LOADED_ADAPTERS, MAX_LORA_RANK = 1024, 4096, 512
 
 
@@ -49,6 +50,11 @@ def _check_power_of_two(value: int) -> None:
 
 def _check_listen(address: str) -> None:
     check_address(address, can_be_shm=True, lowest_port=0)
+
+
+def _check_node(name: str) -> None:
+    if name and not (name.isprintable() and len(name) <= MAX_NODE_NAME):
+        raise ValueError(f"must be printable and have at most {MAX_NODE_NAME} characters, not {name!r}")
 
 
 def _check_health_listen(address: str) -> None:
@@ -368,6 +374,9 @@ class EngineConfig(EngineSettings):
         "requests. An engine with another role than both needs --host-kv-gb: keys and values pass through it.",
     )
     allow_insecure: bool = setting(False, "Listen at an address that other hosts can reach without TLS or a token.")
+    node: str = setting(
+        "", "Name of the machine, which `pagoda top` and pages show beside the engine.", check=_check_node
+    )
     exit_with_parent: bool = setting(
         False, "Exit when standard input ends, as it does when the process that holds its other end dies."
     )

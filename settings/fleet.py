@@ -6,12 +6,18 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .engine import EngineSettings
+from ..channel.address import check_address, is_unix
+from .engine import CommonSettings, EngineSettings
+from .router import ServeConfig
 from .setting import SettingError, setting
+from .sources import read_settings
 
 LOCAL = "local"
+MAX_ROUTERS = 256
+ENGINE_WAIT_S = 300.0  # --engine-wait-s of the routers of a fleet that may have no engine, unless their file says more
 MAX_ENGINES = 1024  # as many as a router's file of members may name
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_OF_CHANNEL = ("channel_tls_cert", "channel_tls_key", "channel_tls_ca", "channel_tls_name", "channel_token_file")
 _BOUNDS = re.compile(r"(\d{1,4})(?:\.\.(\d{1,4}))?")
 
 
@@ -29,8 +35,6 @@ class Bounds:
         found = cls(int(match[1]), int(match[2] or match[1])) if match else None
         if found is None or not found.least <= found.most <= MAX_ENGINES:
             raise ValueError(f"must be a number of engines or MIN..MAX, at most {MAX_ENGINES}, not {text!r}")
-        if found.most > found.least == 0:
-            raise ValueError(f"must have at least one engine, or exactly 0, not {text}: without one there is no load")
         return found
 
     def __str__(self) -> str:
@@ -40,6 +44,12 @@ class Bounds:
 def _check_namespace(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ValueError(f"must be 1 to 63 letters, digits or ._-, not {name!r}")
+
+
+def _check_metrics(address: str) -> None:
+    if is_unix(address):
+        raise ValueError(f"must be HOST:PORT, not {address}")
+    check_address(address, can_be_shm=False, lowest_port=0)
 
 
 def _check_ray(address: str) -> None:
@@ -67,8 +77,11 @@ class FleetConfig(EngineSettings):
         is_private=True,
     )  # fmt: skip
     engines: str = setting(
-        "1", "How many engines: a number, or MIN..MAX, between which their load decides.", check=Bounds.of
-    )
+        "1",
+        "How many engines: a number, or MIN..MAX, between which their load decides. With 0..MAX there is none until a "
+        "request waits at a router, and none again once the last one has been idle.",
+        check=Bounds.of,
+    )  # fmt: skip
     engine_cpus: float = setting(
         1.0,
         "CPUs that Ray keeps for each engine. Without --threads and a GPU an engine computes on as many.",
@@ -90,11 +103,59 @@ class FleetConfig(EngineSettings):
     scale_down_s: float = setting(
         300.0, "Seconds without a break that the load must allow one engine fewer.", unit="seconds", at_least=0
     )
+    scale_to_zero_s: float = setting(
+        600.0, "Seconds in which the last engine of 0..MAX must compute nothing before it ends.",
+        unit="seconds", at_least=0,
+    )  # fmt: skip
+    routers: int = setting(
+        0, "Routers that Ray places beside the engines; each uses all of them.",
+        unit="routers", at_least=0, at_most=MAX_ROUTERS,
+    )  # fmt: skip
+    router_config: str | None = setting(
+        None,
+        "TOML file of the routers' settings, as for `pagoda serve --config`. Files that it names must be at the same "
+        "paths on every machine.",
+        is_private=True,
+    )  # fmt: skip
+    router_port: int = setting(
+        0, "Port at which each router listens, at its machine's address. 0: a free one.", at_least=0, at_most=65535,
+        unit="port",
+    )  # fmt: skip
+    router_cpus: float = setting(1.0, "CPUs that Ray keeps for each router.", unit="CPUs", at_least=0, at_most=4096)
+    metrics: str | None = setting(
+        None, "Address at which the driver shows its own metrics to Prometheus: HOST:PORT.",
+        check=_check_metrics, is_private=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.guards_of_channel:
             raise SettingError(f"{self.guards_of_channel[0]}: a fleet makes its own certificates and token in --folder")
+        self._router_settings()
+
+    def _router_settings(self) -> dict[str, object]:
+        """What --router-config has. Raises SettingError."""
+        if self.router_config is None:
+            return {}
+        settings = read_settings(Path(self.router_config), ServeConfig)
+        if decided := sorted({"engine", "listen", "exit_with_parent", *_OF_CHANNEL} & settings.keys()):
+            raise SettingError(f"--router-config: {decided[0]}: the fleet decides that itself")
+        ServeConfig(**settings)  # type: ignore[arg-type]  # it checks them
+        return settings
+
+    @property
+    def router_options(self) -> list[str]:
+        """What routers of this fleet need besides the channel's options."""
+        may_be_none = self.bounds.least == 0 and "engine_wait_s" not in self._router_settings()
+        return [f"--engine-wait-s={ENGINE_WAIT_S}"] if may_be_none else []
+
+    def router_arguments(self) -> list[str]:
+        """The command line of each router, without its address, its engines and what guards the channel."""
+        return [*replace(self, model=_absolute(self.model)).arguments(CommonSettings), *self.router_options]
+
+    def router_files(self) -> dict[str, bytes]:
+        """The files that this host has for each router, by option. Raises OSError."""
+        return {} if self.router_config is None else {"--config": Path(self.router_config).read_bytes()}
 
     @property
     def bounds(self) -> Bounds:

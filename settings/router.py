@@ -324,6 +324,9 @@ class RouterSettings(CommonSettings):
     allow_insecure: bool = setting(
         False, "Listen at an address that other hosts can reach without TLS or a token.", panel=EXPOSURE
     )
+    exit_with_parent: bool = setting(
+        False, "Exit when standard input ends, as it does when the process that holds its other end dies."
+    )
 
     log_requests: bool = setting(
         True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from pagoda_server.settings.fleet import FleetConfig
 EXIT_REFUSED, EXIT_NO_DRIVER = 1, 2
 Folder = Annotated[Path, typer.Option(envvar="PAGODA_FOLDER", help="Folder of the fleet, as its driver was given it.")]
 FOLDER = Path("pagoda-fleet")
+OF_ROUTERS = ("name", "state", "node", "address", "http", "version")
 COLUMNS = ("name", "state", "node", "address", "sequences", "uncomputed_tokens", "version")
 
 
@@ -32,15 +34,22 @@ fleet = typer.Typer(invoke_without_command=True, callback=command(FleetConfig, _
 def status(
     folder: Folder = FOLDER, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """Show the engines of a fleet: where they are and what they do."""
+    """Show the engines and routers of a fleet: where they are and what they do."""
     found = _ask(folder, "status")
     if as_json:
         typer.echo(json.dumps(found))
         return
     typer.echo(f"{found['wanted']} engines are wanted, of {found['bounds']}")
-    rows = [list(COLUMNS), *([str(each[name]) for name in COLUMNS] for each in found["engines"])]
+    _show(COLUMNS, found["engines"])
+    if found.get("routers"):
+        typer.echo()
+        _show(OF_ROUTERS, found["routers"])
+
+
+def _show(columns: Sequence[str], found: Sequence[Mapping[str, Any]]) -> None:
+    rows = [list(columns), *([str(each[name]) for name in columns] for each in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, each in zip(rows, [{}, *found["engines"]], strict=True):
+    for row, each in zip(rows, [{}, *found], strict=True):
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if each.get("last_line") and each["state"] in ("ended", "starting"):
             typer.echo(f"    {each['last_line']}")
@@ -57,18 +66,18 @@ def scale(
 
 @fleet.command()
 def drain(
-    engine: Annotated[str, typer.Argument(help="The engine's name, as `pagoda fleet status` shows it.")],
+    name: Annotated[str, typer.Argument(help="Its name, as `pagoda fleet status` shows it.")],
     folder: Folder = FOLDER,
 ) -> None:
-    """Let an engine finish what it runs and end; another takes its place if too few are left. Returns once it has."""
-    _ask(folder, "drain", engine)
-    typer.echo(f"{engine} has ended")
+    """Let an engine or a router finish what it runs and end, once another one serves in its place."""
+    _ask(folder, "drain", name)
+    typer.echo(f"{name} has ended")
 
 
 @fleet.command()
 def upgrade(folder: Folder = FOLDER) -> None:
-    """Replace every engine, one after the other, by one of the version that is installed now on the engines' hosts."""
-    typer.echo(f"replaced {_ask(folder, 'upgrade')['replaced']} engines")
+    """Replace every engine and router, one after the other, by the version that is installed now on their hosts."""
+    typer.echo(f"replaced {_ask(folder, 'upgrade')['replaced']} engines and routers")
 
 
 def _ask(folder: Path, command: str, argument: str = "") -> dict[str, Any]:

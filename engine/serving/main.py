@@ -7,7 +7,6 @@ import contextlib
 import gc
 import hashlib
 import logging
-import os
 import queue
 import secrets
 import signal
@@ -31,6 +30,7 @@ from ...checkpoints.parsed_once import forget_headers
 from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust
 from ...runtime.logs import print_line, start_logging
+from ...runtime.parent_watch import exit_with_parent
 from ...settings import EXIT_CONFIG, EXIT_FAILURE, EngineConfig, EngineSettings, SettingError
 from ..core.errors import ConfigError
 from ..drafting import PromptLookup, Speculation
@@ -58,7 +58,7 @@ def run(config: EngineConfig) -> int:
     """Serve a model's tokens to routers."""
     start_logging(config)
     if config.exit_with_parent:
-        threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
+        exit_with_parent()
     gc.disable()  # what is loaded stays: collections only walk it
     try:
         trust = check_exposure(config)
@@ -263,6 +263,8 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path, fing
         overlap="on" if runner.lookahead else "off",
     )
     settings["role"] = config.role
+    if config.node:
+        settings["node"] = config.node
     return control_pb2.EngineInfo(
         epoch=secrets.randbits(63),
         model=info.model,
@@ -295,10 +297,3 @@ def engine_info(config: EngineConfig, runner: InformedRunner, folder: Path, fing
         ),
         protocol_version=PROTOCOL_VERSION,
     )
-
-
-def _exit_at_end_of_input() -> None:
-    """Exit at the end of standard input. The parent process holds its other end, and has then ended."""
-    while os.read(0, 1024):
-        pass
-    os._exit(0)

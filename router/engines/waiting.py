@@ -21,6 +21,7 @@ log = logging.getLogger("pagoda.router")
 
 MARK = ".wanted"  # follows the name of the file of members
 MARKS_S = 1.0
+MOST_BYTES = 4096  # of a mark
 LOOKS_AGAIN_S = 1.0  # not every change is signalled: an engine that was to leave may stay
 RETRY_S = 1.0  # what a client is advised that has waited in vain
 Result = TypeVar("Result")
@@ -28,7 +29,19 @@ Result = TypeVar("Result")
 
 def mark_of(engines: str) -> Path | None:
     """The file that asks for an engine, beside the file of members that --engine names; None: it names none."""
-    return Path(engines.removeprefix(FILE_PREFIX) + MARK) if engines.startswith(FILE_PREFIX) else None
+    return _mark(Path(engines.removeprefix(FILE_PREFIX))) if engines.startswith(FILE_PREFIX) else None
+
+
+def _mark(members: Path) -> Path:
+    return members.with_name(members.name + MARK)
+
+
+def read_mark(members: Path) -> str:
+    """What was last written into the mark beside a file of members; empty: nothing that can be read."""
+    try:
+        return followed.read_file(_mark(members), MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
 
 
 class Waiting:

@@ -18,6 +18,7 @@ from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust, TrustError
 from ...runtime.followed import wait_until_read
 from ...runtime.logs import start_logging
+from ...runtime.parent_watch import exit_with_parent
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
 from ...settings.router import SPAWN, named_models
 from ...settings.sources import misspelt_variables
@@ -39,6 +40,8 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the process's exit code: 0, 1 for a failure, 2 for a wrong setting."""
 
     def run() -> None:
+        if config.exit_with_parent:
+            exit_with_parent()
         for name, meant in misspelt_variables(ServeConfig):
             log.warning("$%s is not read: a setting's variable is $%s", name, meant)
         check(config)

@@ -185,7 +185,7 @@ class Received:
 
     def release(self) -> None:
         self._messages.give_back(self._num_bytes)
-        self._num_bytes = 0
+        self._num_bytes, self._raw = 0, b""
 
     def __enter__(self) -> Received:
         return self

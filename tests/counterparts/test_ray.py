@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -126,27 +127,30 @@ def cluster(inside: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iter
 class RunningFleet:
     """A driver on the cluster, which can be killed and started again."""
 
-    def __init__(self, folder: Path, cluster: Cluster, inside: list[str]) -> None:
+    def __init__(self, folder: Path, cluster: Cluster, inside: list[str], *more: str) -> None:
         self.folder = folder
-        options = [f"--ray={cluster.address}", f"--folder={folder}", "--engines=1..3", "--threads=1", "--grace-s=60"]
+        options = [f"--ray={cluster.address}", f"--folder={folder}", "--threads=1", "--grace-s=60"]
         self._command = [*inside, ray_python(), "-m", "pagoda_server.cli", "fleet", *SYNTHETIC, *options]
-        self._command += ["--scale-up-s=1", "--scale-down-s=4"]
+        self._command += ["--scale-up-s=1", "--scale-down-s=4", *(more or ["--engines=1..3"])]
         self._log = folder.parent / "driver.log"
 
     @contextlib.contextmanager
-    def driver(self) -> Iterator[None]:
-        """A driver that has looked at the engines; killed when the block ends."""
+    def driver(self, kind: str = "engines") -> Iterator[None]:
+        """A driver that has found or started what is of this kind; killed when the block ends."""
         with spawned(self._command, self._log):
-            self.until(lambda: bool(self.engines()))
+            self.until(lambda: bool(self.serving(kind)))
             yield
 
     def ask(self, command: str, argument: str = "") -> Any:
         return control.ask(self.folder / CONTROL, command, argument)
 
     def engines(self) -> list[dict[str, Any]]:
-        """Those that serve; none if no driver answers."""
+        return self.serving("engines")
+
+    def serving(self, kind: str) -> list[dict[str, Any]]:
+        """The engines or routers that serve; none if no driver answers."""
         with contextlib.suppress(control.NoDriverError):
-            return [each for each in self.ask("status")["engines"] if each["state"] == "serving"]
+            return [each for each in self.ask("status")[kind] if each["state"] == "serving"]
         return []
 
     def until(self, is_so: Callable[[], bool]) -> float:
@@ -244,6 +248,33 @@ def test_the_load_makes_a_fleet_grow_to_three_engines_and_shrink_to_one(fleet: R
         assert len({each["node"] for each in fleet.engines()}) <= 2, "the head has no room for engines"
         load.count = 1
         fleet.until_serving(1)
+
+
+def test_a_placed_router_brings_the_last_engine_back_which_has_ended(
+    cluster: Cluster, inside: list[str], tmp_path: Path
+) -> None:
+    options = ("--engines=0..1", "--routers=1", "--namespace=zero", "--scale-to-zero-s=3")
+    fleet = RunningFleet(tmp_path / "zero", cluster, inside, *options, "--engine-cpus=0", "--router-cpus=0")
+
+    def generated() -> str:
+        [router] = fleet.serving("routers")
+        command = [*inside, sys.executable, "-m", "pagoda_server.cli", "generate", f"--address={router['address']}"]
+        done = subprocess.run(
+            [*command, "--max-tokens=5", "--temperature=0", "hello"], capture_output=True, text=True, timeout=WAIT_S
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with fleet.driver("routers"):
+        first = generated()
+        fleet.until(lambda: not fleet.ask("status")["engines"])
+        assert generated() == first
+        os.kill(fleet.serving("routers")[0]["pid"], signal.SIGKILL)
+        fleet.until(lambda: not fleet.serving("routers"))
+        fleet.until(lambda: bool(fleet.serving("routers")))
+        assert generated() == first
+    with fleet.driver("routers"):  # the next driver finds the router, which is where it was
+        assert generated() == first
 
 
 def test_an_upgrade_replaces_the_engines(fleet: RunningFleet) -> None:

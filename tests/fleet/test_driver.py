@@ -11,6 +11,7 @@ import re
 import signal
 import stat
 import sys
+import urllib.request
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,11 +22,14 @@ import grpc
 import pytest
 
 from pagoda.v1 import inference_pb2_grpc
+from pagoda_server import installed_version
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.fleet import control
-from pagoda_server.fleet.driver import Driver, FleetError, HostsError
+from pagoda_server.fleet.driver import Driver
 from pagoda_server.fleet.folder import CONTROL, MEMBERS, FleetFolder
+from pagoda_server.fleet.group import FleetError, HostsError
 from pagoda_server.fleet.host import Host, Report, State
+from pagoda_server.fleet.metrics import Metrics
 from pagoda_server.settings.fleet import Bounds, FleetConfig
 from tests.end_to_end.asking import Answer, request
 from tests.servers import ROOT, running_server
@@ -78,6 +82,12 @@ class HereHosts:
     async def start(self, name: str, arguments: Sequence[str], files: Mapping[str, bytes]) -> None:
         self._host(name).start([*arguments, *self.arguments], files)
 
+    async def start_router(self, name: str, arguments: Sequence[str], files: Mapping[str, bytes], port: int) -> None:
+        self._host(name).start_router(arguments, files, port)
+
+    async def update(self, name: str, files: Mapping[str, bytes]) -> None:
+        self._host(name).update(files)
+
     async def drain(self, name: str) -> None:
         self._host(name).drain()
 
@@ -101,11 +111,14 @@ async def hosts() -> AsyncIterator[HereHosts]:
 
 
 @contextlib.asynccontextmanager
-async def driving(folder: Path, hosts: HereHosts, *, drains: bool = False, **settings: Any) -> AsyncIterator[Driver]:
+async def driving(
+    folder: Path, hosts: HereHosts, *, drains: bool = False, metrics_shown: Metrics | None = None, **settings: Any
+) -> AsyncIterator[Driver]:
     """A driver that runs while the block does, with its socket."""
     fleet = FleetFolder(folder)
     fleet.prepare()
-    driver, stop = Driver(replace(CONFIG, folder=str(folder), **settings), hosts, fleet), asyncio.Event()
+    config, stop = replace(CONFIG, folder=str(folder), **settings), asyncio.Event()
+    driver = Driver(config, hosts, fleet, metrics_shown)
     async with control.answering(folder / CONTROL, driver.answer):
         running = asyncio.create_task(driver.run(stop, drains=drains))
         try:
@@ -280,6 +293,121 @@ async def test_the_load_decides_between_the_bounds(tmp_path: Path, hosts: HereHo
         assert driver.wanted == 1
 
 
+async def answered(address: str, text: str, max_tokens: int = 20, timeout_s: float = WAIT_S) -> None:
+    """Ask a router, and check the tokens."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        inference: Any = inference_pb2_grpc.InferenceStub(channel)
+        call = inference.Generate(request(text, max_tokens), timeout=timeout_s)
+        assert Answer([each async for each in call]).ids() == expected_tokens(text.encode(), max_tokens, 258)
+
+
+async def test_the_last_engine_ends_and_a_request_that_waits_brings_one_back(tmp_path: Path, hosts: HereHosts) -> None:
+    settings = {"engines": "0..2", "scale_to_zero_s": 2.0}
+    async with driving(tmp_path, hosts, **settings) as driver:
+        await asyncio.sleep(2.5)
+        assert not driver.engines, "nobody has asked for one"
+        options = ("--model=synthetic", "--engine-wait-s=60", *FleetFolder(tmp_path).router_options)
+        with running_server(*options) as server:
+            for text in ("the first", "after a pause"):
+                await asyncio.gather(*(answered(server.address, f"{text} {at}") for at in range(4)))
+                assert driver.wanted == 1
+                await until(lambda: not driver.engines)
+            rare = [answered(server.address, f"rare {at}", max_tokens=1) for at in range(6)]
+            await rare.pop()
+            began = driver.engines["engine-1"]
+            for each in rare:  # more often than the engine may be idle, and between two looks of the driver
+                await asyncio.sleep(1.3)
+                await each
+            assert driver.engines == {"engine-1": began}
+
+
+async def test_no_request_brings_an_engine_to_a_fleet_that_must_have_none(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="0") as driver:
+        options = ("--model=synthetic", "--engine-wait-s=3", *FleetFolder(tmp_path).router_options)
+        with running_server(*options) as server, pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+            await answered(server.address, "in vain")
+        assert not hosts.placed
+        assert driver.wanted == 0
+
+
+async def test_routers_are_placed_and_follow_the_engines(tmp_path: Path, hosts: HereHosts) -> None:
+    config = tmp_path / "router.toml"
+    config.write_text('served_model_name = "one"\nhttp = "127.0.0.1:0"\n')
+    settings = {"engines": "0..2", "scale_to_zero_s": 600.0, "routers": 2, "router_config": str(config)}
+    async with driving(tmp_path / "fleet", hosts, drains=True, **settings) as driver:
+        await until(lambda: [each.state for each in driver.routers.values()] == ["serving", "serving"])
+        shown = (await driver.answer("status", ""))["routers"]
+        assert [each["name"] for each in shown] == ["router-1", "router-2"]
+        addresses = [each["address"] for each in shown]
+        await answered(addresses[0], "its mark reaches the driver through its host")
+        await answered(addresses[1], "the other one has the engine, too", timeout_s=5)
+        models = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{shown[0]['http']}/v1/models").read())
+        assert json.loads(models)["data"][0]["id"] == "one"
+
+        os.kill(shown[0]["pid"], signal.SIGKILL)
+        hosts.lose("router-2")
+        await until(
+            lambda: all(each.report.pid and each.address not in ("", *addresses) for each in driver.routers.values())
+        )
+        await until(lambda: [each.state for each in driver.routers.values()] == ["serving", "serving"])
+        for router in driver.routers.values():
+            await answered(router.address, "again")
+        await ask(tmp_path / "fleet", "scale", "2")
+        pids = {each.report.pid for each in (*driver.routers.values(), *driver.engines.values())}
+        await until_serving(driver, "engine-1", "engine-2")
+        assert await ask(tmp_path / "fleet", "upgrade") == {"replaced": 4}
+        await until(lambda: len(driver.routers) == len(driver.engines) == 2)
+        assert not pids & {each.report.pid for each in (*driver.routers.values(), *driver.engines.values())}
+        for router in driver.routers.values():
+            await answered(router.address, "and after an upgrade")
+    assert not hosts.placed
+
+
+async def test_a_router_keeps_its_engines_while_its_host_is_silent(tmp_path: Path, hosts: HereHosts) -> None:
+    async with driving(tmp_path, hosts, engines="1", routers=1) as driver:
+        await until_serving(driver, "engine-1")
+        await until(lambda: [each.state for each in driver.routers.values()] == ["serving"])
+        hosts.is_silent = True
+        await asyncio.sleep(2.5)
+        await answered(driver.routers["router-1"].address, "goes on", timeout_s=30)
+    hosts.is_silent = False
+    pid = hosts.placed["router-1"].report()["pid"]
+    async with driving(tmp_path, hosts, engines="1", routers=1) as driver:
+        await until(lambda: [each.state for each in driver.routers.values()] == ["serving"])
+        assert driver.routers["router-1"].report.pid == pid, "the next driver finds it"
+
+
+async def test_the_driver_shows_its_own_metrics(tmp_path: Path, hosts: HereHosts) -> None:
+    metrics = Metrics()
+    port, end = metrics.serve("127.0.0.1:0")
+
+    def shown() -> dict[str, float]:
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
+
+    hosts.room = 2
+    async with driving(tmp_path, hosts, engines="1..3", metrics_shown=metrics) as driver:
+        await until_serving(driver, "engine-1")
+        os.kill(hosts.placed["engine-1"].report()["pid"], signal.SIGKILL)
+        await ask(tmp_path, "scale", "3")
+        await until(lambda: [each.state for each in driver.engines.values()].count("serving") == 2)
+        await until(lambda: shown()['pagoda_fleet_restarts_total{kind="engine"}'] == 1)
+        page = shown()
+        assert page["pagoda_fleet_engines_wanted"] == page["pagoda_fleet_engines_most"] == 3
+        assert page['pagoda_fleet_members{kind="engine",state="serving"}'] == 2
+        assert page['pagoda_fleet_members{kind="engine",state="waits for a machine"}'] == 1
+        assert page['pagoda_fleet_scale_decisions_total{by="command"}'] == 1
+        version = installed_version()
+        assert page[f'pagoda_fleet_placed{{kind="engine",name="engine-1",node="here",version="{version}"}}'] == 1
+        hosts.is_silent = True
+        await ask(tmp_path, "scale", "4")
+        await until(lambda: 'pagoda_fleet_fault{fault="it does not answer",of="placing"}' in shown())
+        hosts.is_silent = False
+        await until(lambda: not any(name.startswith("pagoda_fleet_fault{") for name in shown()))
+    await asyncio.to_thread(end)
+
+
 async def test_a_model_that_cannot_work_ends_the_driver_with_the_engines_own_words(
     tmp_path: Path, hosts: HereHosts
 ) -> None:
@@ -307,13 +435,12 @@ async def test_a_wrong_command_is_refused_in_words(tmp_path: Path, hosts: HereHo
             ("scale", "many", "must be a number of engines"),
             ("scale", "4..2", "must be a number of engines"),
             ("scale", "5000", "at most 1024"),
-            ("scale", "0..2", "at least one engine"),
-            ("drain", "engine-9", "there is no engine 'engine-9'"),
+            ("drain", "engine-9", "there is no engine or router 'engine-9'"),
             ("dance", "", "does not know the command 'dance'"),
         ):
             with pytest.raises(ValueError, match=words):
                 await ask(tmp_path, command, argument)
-        assert await ask(tmp_path, "status") == {"wanted": 0, "bounds": "0", "engines": []}
+        assert await ask(tmp_path, "status") == {"wanted": 0, "bounds": "0", "engines": [], "routers": []}
 
 
 def test_bounds_are_a_number_or_a_range() -> None:
@@ -344,7 +471,7 @@ async def test_the_commands_show_and_change_a_fleet(tmp_path: Path, hosts: HereH
         await until(lambda: not driver.engines)
         code, _, errors = await command("drain", "engine-1", folder)
         assert code == 1
-        assert "there is no engine 'engine-1'" in errors
+        assert "there is no engine or router 'engine-1'" in errors
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
@@ -358,4 +485,3 @@ async def test_settings_that_a_fleet_decides_itself_are_refused() -> None:
     code, _, errors = await command("--channel-token-file=token")
     assert code == 2
     assert "--channel-token-file: a fleet makes its own certificates and token in --folder" in errors
-    assert "--engines must have at least one engine" in (await command("--engines=0..3"))[2]

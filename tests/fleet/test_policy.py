@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,9 +74,33 @@ def test_an_engine_that_does_not_come_is_given_up_once_it_is_not_needed() -> Non
     assert after(1000, engines(2, 0.7 * 2 * PLACES), num_coming=1) == 0, "two have too many of their places taken"
 
 
-def test_the_last_engine_stays() -> None:
+def test_the_last_engine_stays_unless_it_may_end() -> None:
     assert after(1000, engines(1, 0)) == 0
     assert after(1000, []) == 0
+
+
+def change_of_the_last(seconds: float, load: Callable[[int], Load]) -> int:
+    """The change that is asked for after so long, if the last engine may end; its load in each second is given."""
+    since = Since()
+    for now in range(int(seconds) + 1):
+        since, change = decide(since, TARGETS, float(now), [load(now)], may_be_none=True)
+        if change:
+            return change
+    return 0
+
+
+def test_the_last_engine_ends_once_it_has_computed_nothing_for_long_enough() -> None:
+    def idle(now: int) -> Load:
+        return Load(0, PLACES, 0, RATE, steps=7)
+
+    assert change_of_the_last(TARGETS.idle_after_s, idle) == 0, "the first look does not know how long it has been so"
+    assert change_of_the_last(TARGETS.idle_after_s + 1, idle) == -1
+
+
+def test_the_last_engine_stays_while_requests_come_and_go_between_two_looks() -> None:
+    rarely = TARGETS.idle_after_s / 2
+    assert change_of_the_last(10 * rarely, lambda now: Load(0, PLACES, 0, RATE, steps=now // int(rarely))) == 0
+    assert change_of_the_last(10 * rarely, lambda now: Load(1, PLACES, 0, RATE, steps=7)) == 0
 
 
 @settings(deadline=None)
