@@ -246,7 +246,9 @@ def _engine(status: control_pb2.EngineStatus, load: control_pb2.EngineLoad | Non
     state = control_pb2.EngineState.Name(status.state).removeprefix("ENGINE_STATE_").lower()
     glyph, style = ENGINE_STATES.get(state, FAILED)
     line = _label(f"engine {_clean(status.name) or status.engine}").append(f"{glyph} {state}", style)
-    facts = [f"restarted {status.restarts} times"] if status.restarts else []
+    node = status.info.settings.get("node")
+    facts = [f"on {_clean(node)}"] if node else []
+    facts += [f"restarted {status.restarts} times"] if status.restarts else []
     if load is not None:
         facts.append(f"{load.running} running, {load.waiting} waiting")
         if load.blocks_total:

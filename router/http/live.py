@@ -7,7 +7,8 @@ A message is a list of ticks. A tick is made once for all callers that may see t
 
     {"at": seconds, "requests": …, "tenants": [[name, running, waiting, share], …], "num_tenants": …,
      "rates": [[age in seconds, output tokens, prompt tokens, [[ITL in ms, how often], …], [TTFT in ms, …]], …],
-     "engines": [{"engine": 0, "name": …, "running": …, "waiting": …, "hold": why the next in line waits,
+     "engines": [{"engine": 0, "name": …, "node": its machine, if that is known,
+                  "running": …, "waiting": …, "hold": why the next in line waits,
                   "blocks": [total, free, evictable], "block_size": …, "preemptions": …, "epoch": …,
                   "columns": steps since the last tick,
                   "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …],
@@ -219,6 +220,8 @@ class LiveFeed:
             channel = self._fleet.find(engine.engine)
             if channel is not None and (info := channel.info) is not None:
                 shown |= {"epoch": f"{info.epoch:x}", "block_size": info.kv_cache.block_size}
+                if engine.name and (node := info.settings.get("node")):  # a caller that may not observe sees no names
+                    shown["node"] = node
                 if parts := traces.get(engine.engine):
                     own = [part async for part in seen_trace(parts)]
                     shown |= page_rows(view.reader(engine.engine, info.epoch).read(own, rates))

@@ -32,10 +32,10 @@ def seen_load(load: control_pb2.Load) -> control_pb2.Load:
 
 
 def seen_info(info: control_pb2.ServerInfo) -> control_pb2.ServerInfo:
-    """What the caller may see of the server: unless it may observe, no settings that name tenants, no engine's name."""
+    """What the caller may see of the server: unless it may observe, nothing that names tenants, machines or engines."""
     if not caller().may(Right.OBSERVE):
         for settings in (info.settings, *(engine.info.settings for engine in info.engines)):
-            for name in [name for name in settings if name.startswith("tenant")]:
+            for name in [name for name in settings if name.startswith("tenant") or name == "node"]:
                 del settings[name]
         for engine in info.engines:
             engine.name = engine.refused = ""

@@ -196,12 +196,15 @@ def plain(board: Board, width: int, height: int | None) -> str:
     return "\n".join(line.plain for line in draw(board, width, height))
 
 
-def test_a_screen_names_all_models() -> None:
+def test_a_screen_names_all_models_and_the_machines_of_engines() -> None:
     board, info = Board("here:1"), ready_info(2)
     info.engines[0].model, info.engines[1].model = "some-model", "other-model"
+    info.engines[1].name, info.engines[1].info.settings["node"] = "engine-2", "rack-7"
     board.saw_info(info)
     board.saw_load(some_load(2))
-    assert "Pagoda some-model, other-model  " in plain(board, 100, None)
+    screen = plain(board, 100, None)
+    assert "Pagoda some-model, other-model  " in screen
+    assert re.search(r"engine engine-2.*on rack-7", screen)
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 15), (80, 24), (120, 40)])

@@ -170,9 +170,13 @@ function drawEngines() {
   if (!engines.has(shown) && ids.length) shown = ids[0];
   const which = $("which");
   which.hidden = ids.length < 2;
-  if (which.dataset.ids !== ids.join()) {
-    which.dataset.ids = ids.join();
-    which.replaceChildren(...ids.map((id) => new Option(`Engine ${engines.get(id).name || id}`, id, false, id === shown)));
+  const titles = ids.map((id) => {
+    const { name, node } = engines.get(id);
+    return `Engine ${name || id}${node ? ` on ${node}` : ""}`;
+  });
+  if (which.dataset.titles !== titles.join()) {
+    which.dataset.titles = titles.join();
+    which.replaceChildren(...ids.map((id, at) => new Option(titles[at], id, false, id === shown)));
   }
 }
 

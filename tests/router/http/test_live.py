@@ -261,6 +261,16 @@ async def test_a_caller_that_may_not_observe_sees_its_own_tenant(feed: LiveFeed)
     assert "blocks" not in tick["engines"][0]
 
 
+async def test_an_engine_has_its_machine_beside_its_name_for_those_who_may_observe(
+    feed: LiveFeed, channel: Channel
+) -> None:
+    channel.sequences.load.name, channel.info.settings["node"] = "engine-1", "rack-7"
+    [tick] = await ticks(feed.watch(ANYONE), 1)
+    assert (tick["engines"][0]["name"], tick["engines"][0]["node"]) == ("engine-1", "rack-7")
+    [tick] = await ticks(feed.watch(Caller("acme", frozenset(), is_proven=True)), 1)
+    assert "node" not in tick["engines"][0]
+
+
 class SlowEngine(Channel):
     """An engine in the loop's time. A long step holds up what it answers, and the load that it reports."""
 
