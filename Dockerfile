@@ -1,8 +1,9 @@
-# Three images from one file. `router` has no torch in it; `engine` adds the build of torch for CPUs; `engine-gpu` has that
+# Four images from one file. `router` has no torch in it; `engine` adds the build of torch for CPUs; `engine-gpu` has that
 # for NVIDIA's GPUs, and what Triton needs.
 #   docker build --target router -t pagoda-router .
 #   docker build --target engine -t pagoda-engine .
 #   docker build --target engine-gpu -t pagoda-engine-gpu .
+#   docker build --target ray -t pagoda-ray .  # an engine with Ray, for the nodes of a cluster and for the driver
 # Each lists what it holds, Python's and Debian's packages, in /usr/local/share/pagoda/sbom.cdx.json (CycloneDX).
 #
 # For builds that repeat, name the base by its digest: --build-arg BASE=python@sha256:…
@@ -35,7 +36,11 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # What is imported and what comes from the Hugging Face Hub: in the one volume that all containers share.
 ENV PAGODA_CACHE=/models HF_HOME=/models/huggingface
 RUN useradd --uid 10001 --create-home pagoda && install -d -o pagoda -g pagoda /models /channel
-RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels pip install /wheels/*.whl
+# numpy's tests and its translator of Fortran serve nobody here, and pip, which only fetches wheels, starts without bytecode.
+RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels pip install /wheels/*.whl \
+    && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
+    && find numpy -type d -name tests -prune -exec rm -rf {} + && rm -rf numpy/f2py \
+    && find pip -type d -name __pycache__ -prune -exec rm -rf {} +
 WORKDIR /home/pagoda
 
 FROM base AS router
@@ -60,6 +65,14 @@ USER pagoda
 VOLUME /models
 EXPOSE 50052
 ENTRYPOINT ["python", "-m", "pagoda_server.engine"]
+
+FROM engine AS ray
+USER root
+RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
+    --mount=type=bind,source=deploy/sbom.py,target=/sbom.py \
+    pip install "$(ls /wheels/pagoda_server-*.whl)[ray]" && python /sbom.py pagoda-ray
+USER pagoda
+ENTRYPOINT []
 
 FROM base AS engine-gpu
 ARG TORCH_INDEX

@@ -94,8 +94,8 @@ def test_the_engine_takes_the_torch_that_was_tested() -> None:
 
 def test_bases_are_pinned_and_every_image_lists_what_it_holds() -> None:
     assert re.search(r"^ARG BASE=python:3\.\d+\.\d+-slim-[a-z]+$", DOCKERFILE, re.MULTILINE)
-    assert set(re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)) == {"${BASE}", "base"}
-    for target in ("router", "engine", "engine-gpu"):
+    assert set(re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)) == {"${BASE}", "base", "engine"}
+    for target in ("router", "engine", "engine-gpu", "ray"):
         assert f"python /sbom.py pagoda-{target}" in stage(target)
         assert "g++" not in stage(target)
 
