@@ -111,7 +111,7 @@ def parsed(values: str, component: str) -> Any:
 
 
 def environment(container: Object) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container["env"]}
+    return {each["name"]: each.get("value", "") for each in container["env"]}
 
 
 each_values = pytest.mark.parametrize("values", VALUES)
@@ -145,6 +145,7 @@ def test_kubernetes_schemas_accept_every_object_and_know_all_of_its_fields(value
         ("channel.tls.routerSecret=x", "engineSecret"),
         ("model.volume.kind=claim", "claimName"),
         ("autoscaling.enabled=true", "autoscaling.prometheus"),
+        ("autoscaling.enabled=true,autoscaling.prometheus=http://p:1,autoscaling.minReplicas=0", "engine-wait-s"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(given: str, error: str) -> None:
@@ -285,6 +286,20 @@ def test_the_autoscaler_asks_for_metrics_that_exist_and_owns_the_number_of_engin
     asked = re.findall(r"pagoda_\w+", json.dumps(scaled["triggers"]))
     assert asked
     assert {name.removesuffix("_bucket") for name in asked} <= ours
+
+
+def test_engines_can_scale_to_zero_where_requests_wait_for_them() -> None:
+    given = "autoscaling.minReplicas=0,router.settings.engine-wait-s=600"
+    done = run_helm("template", "here", ".", "--values=values/fleet.yaml", "--set", given)
+    assert done.returncode == 0, done.stderr
+    made = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(done.stdout) if each}
+    scaled = made["ScaledObject", "here-engine"]["spec"]
+    assert scaled["minReplicaCount"] == 0
+    query = scaled["triggers"][-1]["metadata"]["query"]
+    ours = {name for family in FAMILIES for name in family.full_names}
+    assert set(re.findall(r"pagoda_\w+", query)) == {"pagoda_requests_without_engine", "pagoda_calls_total"} <= ours
+    (router,) = made["Deployment", "here-router"]["spec"]["template"]["spec"]["containers"]
+    assert "--engine-wait-s=600" in router["args"]
 
 
 def test_the_route_and_the_monitor_name_what_the_chart_has() -> None:
