@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 from pagoda.engine.v1 import engine_pb2
@@ -67,11 +68,11 @@ class Sequences:
             self.load.prefill_tokens_per_s,
         )
 
-    def adapters(self) -> tuple[set[bytes], set[bytes]]:
-        """Return the identities of adapters that sequences run with, and that they wait for their first token with."""
+    def adapters(self) -> tuple[Counter[bytes], Counter[bytes]]:
+        """Count requests that run, and that wait for their first token, by the identities of their adapters."""
         streams = {stream for stream, _ in self._routes.values() if stream.adapter}
-        running = {stream.adapter for stream in streams if stream.has_begun}
-        return running, {stream.adapter for stream in streams if not stream.has_begun}
+        running = Counter(stream.adapter for stream in streams if stream.has_begun)
+        return running, Counter(stream.adapter for stream in streams if not stream.has_begun)
 
     def known(self, numbers: list[int]) -> list[int]:
         """Return those of these sequences that have not ended."""

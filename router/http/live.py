@@ -10,6 +10,7 @@ A message is a list of ticks. A tick is made once for all callers that may see t
      "engines": [{"engine": 0, "name": …, "node": its machine, if that is known,
                   "running": …, "waiting": …, "hold": why the next in line waits,
                   "blocks": [total, free, evictable], "block_size": …, "preemptions": …, "epoch": …,
+                  "adapters": [[name, this router's running requests, its waiting ones], …],
                   "columns": steps since the last tick,
                   "rows": [[sequence, state, prompt tokens, tokens, computed tokens, tenant, request id, cells], …],
                   "others": live sequences without a row}]}
@@ -50,6 +51,7 @@ TRACE_TIMEOUT_S = 2.0
 KEEP_S = 60.0
 KEEP_CELLS_S = 15.0
 MAX_ROWS = 40
+MAX_ADAPTERS = 40  # of an engine
 MAX_COLUMNS = 240
 Tick: TypeAlias = dict[str, Any]
 Trace: TypeAlias = Sequence[trace_pb2.StepTracePart]
@@ -218,6 +220,8 @@ class LiveFeed:
                 shown["blocks"] = [engine.blocks_total, engine.blocks_free, engine.blocks_evictable]
                 shown["preemptions"] = engine.preemptions
             channel = self._fleet.find(engine.engine)
+            if channel is not None and (adapters := _adapters(channel, view.caller)):
+                shown["adapters"] = adapters
             if channel is not None and (info := channel.info) is not None:
                 shown |= {"epoch": f"{info.epoch:x}", "block_size": info.kv_cache.block_size}
                 if engine.name and (node := info.settings.get("node")):  # a caller that may not observe sees no names
@@ -248,6 +252,19 @@ def page_rows(reading: Reading) -> Tick:
         numbers = (row.prompt_tokens, row.tokens, row.computed)
         rows.append([id, row.end or row.state, *numbers, row.tenant, row.request_id, cells])
     return {"columns": sum(column.steps for column in reading.columns), "rows": rows, "others": reading.num_others}
+
+
+def _adapters(channel: EngineChannel, caller: Caller) -> list[tuple[str, int | None, int | None]]:
+    """The adapters that an engine holds and the caller may name, the most used first.
+
+    How many requests run and wait with each is for callers that may observe.
+    """
+    running, waiting = channel.sequences.adapters()
+    held = [each for each in (channel.held.by_name or {}).values() if caller.may_name(each.name)]
+    if not caller.may(Right.OBSERVE):
+        return [(each.name, None, None) for each in held[:MAX_ADAPTERS]]
+    held.sort(key=lambda each: running[each.identity] + waiting[each.identity], reverse=True)
+    return [(each.name, running[each.identity], waiting[each.identity]) for each in held[:MAX_ADAPTERS]]
 
 
 def _hold(parts: Sequence[trace_pb2.StepTracePart]) -> str:

@@ -121,7 +121,7 @@ function take(tick) {
       engine = { columns: 0, rows: new Map() };
       engines.set(seen.engine, engine);
     }
-    Object.assign(engine, { blocks: null, ...seen, rows: engine.rows, columns: engine.columns });
+    Object.assign(engine, { blocks: null, adapters: null, ...seen, rows: engine.rows, columns: engine.columns });
     const ids = new Set(seen.rows?.map(([id]) => id));
     if (seen.rows) drop(engine.rows, (row) => isLive(row) && !ids.has(row.id)); // their ends were not seen
     // Sequences after a pause begin a new picture.
@@ -162,6 +162,7 @@ function draw() {
   const engine = engines.get(shown);
   drawBatch(engine);
   drawCache(engine);
+  drawAdapters();
   drawTenants(clock.tick);
 }
 
@@ -207,6 +208,7 @@ const HOLDS = {
   "no blocks": "the cache has too few free blocks",
   "no budget": "others use up the tokens that a step may compute",
   late: "its deadline can no longer be met",
+  "no adapter": "running sequences use every slot for LoRA adapters",
 };
 
 function drawRow(engine, row, cell) {
@@ -337,6 +339,33 @@ function drawCache(engine) {
       + "and gives all back when it ends, so hardly any memory is set aside for tokens that may never come. Blocks that begin with "
       + `the same prompt are shared and stay cached. ${each === 1 ? "Each cell is a block." : `Each cell is ${each} blocks.`}`,
   );
+}
+
+// Each adapter once, with the engines that hold it and the requests of them all.
+function drawAdapters() {
+  const held = new Map();
+  for (const [id, engine] of engines) {
+    for (const [name, running, waiting] of engine.adapters ?? []) {
+      const adapter = held.get(name) ?? { on: [], running: 0, waiting: 0 };
+      adapter.on.push(engine.name || id);
+      adapter.running += running ?? NaN; // not shown to this caller
+      adapter.waiting += waiting ?? NaN;
+      held.set(name, adapter);
+    }
+  }
+  const rows = [...held].sort(([a], [b]) => a.localeCompare(b)).map(([name, { on, running, waiting }]) => [
+    name,
+    engines.size > 1 ? `on ${on.length === 1 ? "engine" : "engines"} ${on.join(", ")}` : "",
+    Number.isNaN(running) ? "" : `${running} running, ${waiting} waiting`,
+  ]);
+  $("adapters-section").hidden = !rows.length;
+  setText("adapters-count", `${rows.length} loaded`);
+  const list = $("adapters");
+  const text = JSON.stringify(rows);
+  if (list.dataset.shown === text) return;
+  list.dataset.shown = text;
+  list.replaceChildren(...rows.map(([name, on, requests]) =>
+    made("li", "", made("span", "name", name), made("span", "fine", on), made("span", "fine", requests))));
 }
 
 function drawTenants(tick) {

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, trace_pb2
 from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners.synthetic import expected_tokens
 from pagoda_server.engine.serving.codec import trace_messages
+from pagoda_server.router.engines.held_adapters import HeldAdapters
 from pagoda_server.router.errors import ResourceExhausted, Unavailable
 from pagoda_server.router.http import live
 from pagoda_server.router.http.live import LiveFeed
@@ -158,7 +161,11 @@ class Channel:
 
     def __init__(self) -> None:
         self.info = control_pb2.EngineInfo(epoch=1)
-        self.sequences = SimpleNamespace(load=control_pb2.EngineLoad(blocks_total=8, blocks_free=8))
+        self.held = HeldAdapters()
+        self.used = Counter[bytes](), Counter[bytes]()
+        self.sequences = SimpleNamespace(
+            load=control_pb2.EngineLoad(blocks_total=8, blocks_free=8), adapters=lambda: self.used
+        )
         self.questions = self
         self.asked: list[float] = []
         self.is_lost = False
@@ -269,6 +276,21 @@ async def test_an_engine_has_its_machine_beside_its_name_for_those_who_may_obser
     assert (tick["engines"][0]["name"], tick["engines"][0]["node"]) == ("engine-1", "rack-7")
     [tick] = await ticks(feed.watch(Caller("acme", frozenset(), is_proven=True)), 1)
     assert "node" not in tick["engines"][0]
+
+
+async def test_adapters_are_shown_to_those_who_may_name_them_and_their_requests_to_observers(
+    feed: LiveFeed, channel: Channel
+) -> None:
+    names = ("pirate", "secret", "idle")
+    channel.held.report(
+        engine_pb2.Adapters(held=[engine_pb2.Adapter(name=name, identity=name.encode()) for name in names])
+    )
+    channel.used = Counter([b"secret"] * 3 + [b"pirate"]), Counter([b"pirate"])
+    [tick] = await ticks(feed.watch(ANYONE), 1)
+    assert tick["engines"][0]["adapters"] == [["secret", 3, 0], ["pirate", 1, 1], ["idle", 0, 0]]
+    acme = Caller("acme", frozenset(), is_proven=True, adapters=frozenset({"pirate"}))
+    [tick] = await ticks(feed.watch(acme), 1)
+    assert tick["engines"][0]["adapters"] == [["pirate", None, None]]
 
 
 class SlowEngine(Channel):
