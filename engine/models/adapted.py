@@ -55,6 +55,7 @@ class AdapterBanks:
 
     num_slots  adapters that the rows of one step can have
     max_rank   of an adapter
+    modules    what an adapter can change, by name: inputs and outputs in the checkpoint
     head_dim   of the model's attention
     dtype      of the model, which adapters get; device: the model's
     """
@@ -72,10 +73,12 @@ class AdapterBanks:
         for product in products:
             product.add_bank(num_slots, max_rank, dtype, device)
         self._products, self._dtype = products, dtype
-        modules = {
-            rows.name: (product.in_size, rows.whole_size or rows.size) for product in products for rows in product.rows
+        self.modules = {
+            rows.name: (product.in_size if rows.columns is None else rows.columns.whole, rows.whole_size or rows.size)
+            for product in products
+            for rows in product.rows
         }
-        self._limits = AdapterLimits(modules, max_rank, head_dim)
+        self._limits = AdapterLimits(self.modules, max_rank, head_dim)
         self._held = [b""] * num_slots  # the identity of the adapter in each slot
 
     def load(self, path: Path) -> Adapter:
@@ -88,18 +91,24 @@ class AdapterBanks:
 
     def place(self, chunks: Iterable[Chunk]) -> None:
         """Have the adapter of each chunk in its slot. On a CPU no step may be running."""
+        for slot, adapter in self.missing(chunks):
+            self.put(slot, adapter.identity, adapter.weights)
+
+    def missing(self, chunks: Iterable[Chunk]) -> Iterator[tuple[int, Adapter]]:
+        """The adapters of chunks that are not in their slots, which the caller puts there one by one."""
         for chunk in chunks:
             slot, adapter = chunk.seq.adapter_slot, chunk.seq.request.adapter
             if slot >= 0 and adapter is not None and self._held[slot] != adapter.identity:
-                self._put(slot, adapter)
+                yield slot, adapter
 
-    def _put(self, slot: int, adapter: Adapter) -> None:
-        assert isinstance(adapter.weights, list), "load() has made it"
+    def put(self, slot: int, identity: bytes, weights: object) -> None:
+        """Replace what is in a slot by the weights of an adapter that `load` has returned."""
+        assert isinstance(weights, list), "load() has made it"
         self._held[slot] = b""  # until all of it is there
-        for product, packed in zip(self._products, adapter.weights, strict=True):
+        for product, packed in zip(self._products, weights, strict=True):
             assert product.bank is not None
             product.bank.put(slot, packed)
-        self._held[slot] = adapter.identity
+        self._held[slot] = identity
 
 
 def _fitted(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Packed | None:
@@ -114,11 +123,17 @@ def _parts(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Ite
     for rows in product.rows:
         pair = file.pairs.get(rows.name)
         if pair is not None:
-            part = LowRankPart(column, torch.from_numpy(pair.down).to(dtype), _up(pair, rows).to(dtype))
+            part = LowRankPart(column, _down(pair, rows).to(dtype), _up(pair, rows).to(dtype))
             if not (part.down.isfinite().all() and part.up.isfinite().all()):
                 raise CheckpointError(f"{rows.name} has values beyond those of {dtype}, in which the model computes")
             yield part
         column += rows.size
+
+
+def _down(pair: AdapterPair, rows: Rows) -> Tensor:
+    """[rank, in] float32. A rank of a group has some inputs of a product, whose parts are summed over ranks."""
+    down = torch.from_numpy(pair.down)
+    return down if rows.columns is None else down[:, rows.columns.start : rows.columns.stop]
 
 
 def _up(pair: AdapterPair, rows: Rows) -> Tensor:

@@ -39,7 +39,7 @@ RANK, ALPHA = 4, 6
 
 def modules_of(runner: ModelRunner) -> dict[str, tuple[int, int]]:
     assert runner.adapters is not None
-    return dict(runner.adapters._limits.modules)
+    return dict(runner.adapters.modules)
 
 
 def load(runner: ModelRunner, folder: Path) -> Adapter:

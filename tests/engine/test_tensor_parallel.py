@@ -13,6 +13,7 @@ from torch import Tensor
 from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core.adapter import Adapter
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.step import Chunk
 from pagoda_server.engine.models.share import Share
@@ -20,6 +21,8 @@ from pagoda_server.engine.runners import load
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings import EngineConfig
 from tests.checkpoints.tiny_gguf import tiny_model
+from tests.engine.lora import random_pairs, with_adapter, write_adapter
+from tests.engine.test_adapters import modules_of
 from tests.engine.test_speculation import needs_native
 from tests.engine.thread_ranks import ThreadRanks
 from tests.engine.tiny_models import BLOCK_SIZE, MODELS, ShuffledBlocks, load_runner, random_prompt, saved_model
@@ -30,8 +33,8 @@ PROMPT = random_prompt(20, seed=1)
 DIFFERENT = ("llama with biases", "olmo2", "gpt2", "gpt_neox", "phi3", "mixtral", "gpt_oss", "qwen2_moe")
 
 
-def logits_of(runner: ModelRunner) -> Tensor:
-    seq = ShuffledBlocks(runner).sequence(PROMPT, 1)
+def logits_of(runner: ModelRunner, adapter: Adapter | None = None) -> Tensor:
+    seq = with_adapter(ShuffledBlocks(runner).sequence(PROMPT, 1), adapter, 1)
     first = runner.logits(Chunk(seq, 0, 13, False)).float()
     return torch.cat((first, runner.logits(Chunk(seq, 13, len(PROMPT) - 13, False)).float()))
 
@@ -58,6 +61,28 @@ def test_ranks_compute_the_logits_of_one(name: str, count: int, tmp_path_factory
     assert all(runner.info.weight_bytes < alone.info.weight_bytes for runner in runners)
     expected = logits_of(alone)
     for found in ranks.run(lambda share: logits_of(runners[share.rank])):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "count"), cases())
+def test_ranks_compute_the_logits_of_one_with_an_adapter(
+    name: str, count: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = saved_model(name, tmp_path_factory)
+    alone, ranks = load_runner(folder), ThreadRanks(count)
+    assert alone.adapters is not None
+    runners = [ModelRunner(settings_of(folder), share=share) for share in ranks.shares]
+    # Small enough that sums are not much larger than those of the base model, whose tolerance this is.
+    path = write_adapter(tmp_path / "adapter", random_pairs(modules_of(alone), size=0.1))
+    expected = logits_of(alone, alone.adapters.load(path))
+    assert not torch.allclose(expected, logits_of(alone), atol=0.01), "an adapter that changes little tests nothing"
+
+    def computed(share: Share) -> Tensor:
+        runner = runners[share.rank]
+        assert runner.adapters is not None
+        return logits_of(runner, runner.adapters.load(path))
+
+    for found in ranks.run(computed):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

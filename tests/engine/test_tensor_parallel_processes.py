@@ -11,16 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagoda_server.checkpoints import CheckpointError
 from pagoda_server.engine.core.errors import ConfigError, EngineError
 from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.runners import readings
 from pagoda_server.engine.runners.cpu.leader import Leader
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings import EXIT_FAILURE, EngineConfig
+from tests.engine.lora import random_pairs, with_adapter, write_adapter
+from tests.engine.test_adapters import modules_of
 from tests.engine.test_readouts import READOUTS, Served
 from tests.engine.test_speculation import knowing, serve
 from tests.engine.test_tensor_parallel import logits_of, settings_of
-from tests.engine.tiny_models import VOCAB_SIZE, ShuffledBlocks, load_runner, next_chunk, random_prompt, saved_model
+from tests.engine.tiny_models import (
+    VOCAB_SIZE,
+    ShuffledBlocks,
+    generate,
+    load_runner,
+    next_chunk,
+    random_prompt,
+    saved_model,
+)
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -110,6 +121,61 @@ def test_a_group_saves_and_loads_the_blocks_of_every_rank(folder: Path) -> None:
         assert alone.execute(StepPlan([next_chunk(other)])).tokens == loaded.tokens
     finally:
         group.leader.close()
+
+
+def test_a_group_computes_with_an_adapter_that_is_loaded_while_it_runs(
+    folder: Path, group: Group, tmp_path: Path
+) -> None:
+    alone, runner = load_runner(folder), group.runner
+    assert alone.adapters is not None
+    assert runner.adapters is not None
+    paths = [write_adapter(tmp_path / str(seed), random_pairs(modules_of(alone), seed=seed)) for seed in range(3)]
+    ours = [alone.adapters.load(path) for path in paths]
+    theirs = []
+    for seed, path in enumerate(paths):
+        theirs.append(runner.adapters.load(path))
+        assert logits_of(runner).isfinite().all(), "steps without adapters go on"
+        for slot in (0, 1):  # so that slots change hands
+            seqs = [
+                with_adapter(ShuffledBlocks(each).sequence(random_prompt(9, seed=slot), 6), adapters[seed], slot)
+                for each, adapters in ((alone, ours), (runner, theirs))
+            ]
+            expected, found = (generate(each, seq, 5) for each, seq in zip((alone, runner), seqs, strict=True))
+            assert found == expected
+    assert [each.identity for each in theirs] == [each.identity for each in ours]
+    torch.testing.assert_close(logits_of(runner, theirs[1]), logits_of(alone, ours[1]), atol=1e-4, rtol=1e-4)
+    dropped = runner.adapters._dropped
+    assert not dropped
+    del theirs[2], seqs  # all that held it
+    assert list(dropped) == [2], "what the leader has let go, the others forget with the next step"
+    logits_of(runner)
+    assert not dropped
+    assert not group.lost.is_set()
+
+
+def test_no_rank_keeps_an_adapter_that_one_of_them_cannot_load(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = group.runner.adapters
+    assert adapters is not None
+    modules = dict(adapters._banks.modules)
+    folders = [write_adapter(tmp_path / str(seed), random_pairs(modules, seed=seed)) for seed in range(2)]
+    good = adapters.load(folders[0])
+    with pytest.raises(FileNotFoundError):
+        adapters.load(tmp_path / "missing")
+    load = adapters._banks.load
+    monkeypatch.setattr(adapters._banks, "load", lambda path: load(folders[0]))
+    with pytest.raises(CheckpointError, match="rank 1 has read other bytes"):
+        adapters.load(folders[1])
+    with pytest.raises(FileNotFoundError, match="rank 1: "):  # rank 0 alone finds it
+        adapters.load(tmp_path / "missing")
+    (folders[1] / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="rank 1: "):
+        adapters.load(folders[1])
+    assert list(adapters._dropped) == [1, 2, 3, 4]
+    assert logits_of(group.runner, good).isfinite().all()
+    assert adapters.load(folders[0]).identity == good.identity
+    assert not group.lost.is_set()
 
 
 def test_a_step_that_fails_between_the_ranks_ends_the_group(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

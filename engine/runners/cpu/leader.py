@@ -42,6 +42,7 @@ class Leader:
         # The ranks meet through an unnamed file: no other user can open it, and it vanishes with them.
         self._store = os.memfd_create("pagoda-ranks")
         self._sockets: list[socket.socket] = []
+        self._asked: list[socket.socket] = []  # for what ranks answer beside the steps
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, config.tensor_parallel):
             self._start(rank)
@@ -71,6 +72,18 @@ class Leader:
             send_frame(each, message)
         self._is_in_step = was_in_step
 
+    def ask(self, question: bytes) -> None:
+        """Ask the other ranks for what they do beside the steps. One thread asks, and waits for `answers` then."""
+        for each in self._asked:
+            send_frame(each, question)
+
+    def answers(self) -> list[bytes]:
+        """The answers to the last question, in the order of ranks. Raises EngineError if a rank has ended."""
+        found = [receive_frame(each) for each in self._asked]
+        if any(each is None for each in found):
+            raise EngineError("--tensor-parallel: a rank has ended")
+        return [each for each in found if each is not None]
+
     @contextmanager
     def step(self, message: bytes) -> Iterator[None]:
         """Send what this rank computes inside, too. If that fails, the others wait for its sums in vain."""
@@ -87,7 +100,7 @@ class Leader:
     def close(self) -> None:
         """End the group. Its processes have ended then."""
         self._is_closed = True
-        for each in self._sockets:
+        for each in (*self._sockets, *self._asked):
             each.close()
         leave()
         for process in self.processes:
@@ -96,13 +109,14 @@ class Leader:
         os.close(self._store)
 
     def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ends = str(theirs.fileno()), str(os.getpid())
-            command = [sys.executable, "-m", "pagoda_server.engine.runners.cpu.follower", *ends]
-            kept = [theirs.fileno(), self._store]
+        (ours, theirs), (asked, answering) = socket.socketpair(), socket.socketpair()
+        with theirs, answering:
+            kept = [theirs.fileno(), answering.fileno(), self._store]
+            arguments = map(str, (*kept[:2], os.getpid()))
+            command = [sys.executable, "-m", "pagoda_server.engine.runners.cpu.follower", *arguments]
             self.processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=kept))
         self._sockets.append(ours)
+        self._asked.append(asked)
         threading.Thread(target=self._watch, args=(rank, self.processes[-1]), name=f"rank {rank}", daemon=True).start()
         start = {"config": asdict(self._config), "rank": rank, "store": self._store}
         send_frame(ours, json.dumps(start).encode())

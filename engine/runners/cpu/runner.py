@@ -23,8 +23,9 @@ from ...models.share import WHOLE, Share
 from ..loaded_model import DEFAULT_CPU_BYTES, check_fp8, enough_memory, load_for_serving
 from ..readings import StepHead, is_read, read
 from ..runner_info import count_blocks
+from .group_adapters import GroupAdapters, RankAdapters
 from .host_memory import HostMemory
-from .packed_step import packed_copies, packed_inputs, packed_rows, unpacked
+from .packed_step import SlotChanges, packed_copies, packed_inputs, packed_rows, unpacked
 from .recorded_steps import RecordedSteps
 from .sampler import Choice, Sampler
 from .step_arrays import StepArrays
@@ -91,7 +92,9 @@ class ModelRunner:
                 groups,
             )
         self.info = loaded.info(num_blocks, config)
-        self.adapters = loaded.adapter_banks(config) if share.is_whole else None
+        banks = loaded.adapter_banks(config)
+        self.adapters = GroupAdapters(banks, leader) if banks is not None and leader is not None else banks
+        self._followed_adapters = RankAdapters(banks) if banks is not None and leader is None else None
         with enough_memory("the blocks of host memory", "--host-kv-gb", "--kv-cache-gb"):
             self._host = HostMemory(self._pages, self.info.num_host_blocks)
         if leader is not None:
@@ -200,10 +203,18 @@ class ModelRunner:
         step = unpacked(message, self._cache[0], self._ops, self._arrays)
         if isinstance(step, StepPlan):
             self._copy(step)
+        elif isinstance(step, SlotChanges):
+            assert self._followed_adapters is not None, "the leader has as many slots"
+            self._followed_adapters.change(step)
         elif isinstance(step, Tensor):
             self._model.head(self._followed, step)
         else:
             self._followed = self._model.hidden_states(self._model.embed(step), step, self._cache)
+
+    def answer(self, question: bytes) -> bytes:
+        """Do a rank's part of loading an adapter, on a thread that computes no steps."""
+        assert self._followed_adapters is not None, "the leader has as many slots"
+        return self._followed_adapters.load(question)
 
     @torch.inference_mode()
     def logits(self, chunk: Chunk) -> Tensor:
