@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from statistics import median
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 import typer
@@ -17,12 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
+from pagoda_server.engine.core.adapter import Adapter
 from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
 from pagoda_server.engine.core.step import StepPlan
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 from pagoda_server.settings.engine import EngineConfig, Quantization
+
+Adapters: TypeAlias = tuple[Adapter | None, ...]
 
 CONTEXT = 128
 PROMPT = 512
@@ -32,8 +35,10 @@ SIZES = (1, 8, 32, 64)
 QUANTIZATIONS: tuple[Quantization, ...] = ("int4", "int8", "none")
 
 
-def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> Iterator[tuple[StepPlan, float]]:
-    """Run `count` sequences with random prompts to their end; yield each step and its milliseconds."""
+def steps(
+    runner: ModelRunner, count: int, prompt_len: int, output_len: int, adapters: Adapters = (None,)
+) -> Iterator[tuple[StepPlan, float]]:
+    """Run `count` sequences with random prompts, and these adapters in turn; yield each step and its milliseconds."""
     scheduler = Scheduler(
         BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
         max_num_seqs=max(SIZES),
@@ -42,11 +47,13 @@ def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> 
         windows=runner.info.kv_cache.groups.windows,
         prefix_caching=False,
         clock=time.monotonic,
+        num_adapter_slots=runner.adapters.num_slots if runner.adapters is not None else 0,
     )
     params = SamplingParams(max_tokens=output_len)
     for number in range(count):
         prompt = torch.randint(0, runner.info.vocab_size, (prompt_len,)).tolist()
-        scheduler.add(Sequence(number, prompt, Request(prompt_len, bypass_cache=True), params))
+        request = Request(prompt_len, bypass_cache=True, adapter=adapters[number % len(adapters)])
+        scheduler.add(Sequence(number, prompt, request, params))
     while not (plan := scheduler.schedule()).is_empty:
         started = time.perf_counter()
         sampled = runner.launch(plan).result()
@@ -55,8 +62,9 @@ def steps(runner: ModelRunner, count: int, prompt_len: int, output_len: int) -> 
         scheduler.take_output()
 
 
-def decode_ms(runner: ModelRunner, count: int) -> float:
-    times = [ms for plan, ms in steps(runner, count, CONTEXT, STEPS) if len(plan.chunks) == plan.num_tokens == count]
+def decode_ms(runner: ModelRunner, count: int, adapters: Adapters = (None,)) -> float:
+    steps_ms = steps(runner, count, CONTEXT, STEPS, adapters)
+    times = [ms for plan, ms in steps_ms if len(plan.chunks) == plan.num_tokens == count]
     return median(times[1:])  # the first step is slower: it records
 
 

@@ -1,0 +1,203 @@
+"""What LoRA adapters cost the steps of an engine on a CPU, in this process.
+
+    python -m bench.micro.lora steps [--model FOLDER] [--quantization int4 …]
+    python -m bench.micro.lora slots
+    python -m bench.micro.lora load
+
+`steps`: a step with adapters, and one of an engine with slots that no row uses, ÷ one of an engine without slots.
+`slots`: the throughput with 8 slots ÷ that with 64, of 64 clients that ask for 64 adapters by Zipf's law. `load`: how
+long an adapter takes to be read while eight sequences decode, and how long their steps then take. The adapters have
+random weights, of rank 16 for every product.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from safetensors.torch import save_file
+
+from bench.gpu.random_model import write_model
+from bench.micro.step import decode_ms, steps
+from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
+from pagoda_server.engine.core.adapter import Adapter
+from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.kv.blocks import BlockPool
+from pagoda_server.engine.models.adapted import AdapterBanks
+from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.scheduling.scheduler import Scheduler
+from pagoda_server.kernels.triton.inputs import LLAMA_1B
+from pagoda_server.settings.engine import EngineConfig
+
+RANK = 16
+ROUNDS = 5
+CLIENTS, RUNNING, SLOTS, LOADED, ANSWERS = 64, 32, 8, 64, 400
+LOADS = 8
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def runner_of(model: str, quantization: str, num_slots: int) -> ModelRunner:
+    config = EngineConfig(model, dtype="bfloat16", device="cpu", quantization=quantization, max_adapters=num_slots)  # type: ignore[arg-type]
+    return ModelRunner(config)
+
+
+def write_adapter(folder: Path, banks: AdapterBanks, seed: int) -> Path:
+    """Write an adapter of every product as PEFT does, with weights that change answers little."""
+    folder.mkdir()
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (in_size, out_size) in banks.modules.items():
+        for half, shape in (("A", (RANK, in_size)), ("B", (out_size, RANK))):
+            values = 0.01 * torch.randn(shape, generator=draw)
+            tensors[f"base_model.model.{name}.lora_{half}.weight"] = values.bfloat16()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def adapters_of(runner: ModelRunner, folder: Path, count: int) -> tuple[Adapter, ...]:
+    banks = runner.adapters
+    assert isinstance(banks, AdapterBanks)
+    return tuple(banks.load(write_adapter(folder / str(seed), banks, seed)) for seed in range(count))
+
+
+@app.command(name="steps")
+def measure_steps(
+    model: Annotated[str, typer.Option(help="A folder; 1b: random weights in the shape of Llama 3.2 1B.")] = "",
+    quantization: Annotated[list[str], typer.Option()] = ["int4", "int8", "none"],  # noqa: B006 - typer copies it
+) -> None:
+    """Print milliseconds and the medians of ratios, each of steps that follow each other."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        path = str(write_1b(folder / "model") if model == "1b" else resolve(model or DEFAULT_MODEL))
+        for each in quantization:
+            without, within = runner_of(path, each, 0), runner_of(path, each, SLOTS)
+            (folder / each).mkdir()
+            adapters = adapters_of(within, folder / each, SLOTS)
+            ratios: dict[str, list[float]] = {}
+            base_ms: dict[int, list[float]] = {1: [], 8: []}
+            for _ in range(ROUNDS):
+                for rows in (1, 8):
+                    base = decode_ms(without, rows)
+                    base_ms[rows].append(base)
+                    for kind, used in (("no", (None,)), ("one", adapters[:1]), ("eight", adapters)):
+                        if rows > 1 or kind != "eight":
+                            ratio = decode_ms(within, rows, used) / base
+                            ratios.setdefault(f"{rows} rows, {kind} adapter", []).append(ratio)
+            print(
+                f"{within.info.kernels}: without slots {median(base_ms[1]):.2f} and {median(base_ms[8]):.2f} ms;",
+                end="",
+            )
+            print(f" an adapter has {adapters[0].num_bytes / 1e6:.1f} MB")
+            for kind, found in ratios.items():
+                print(f"  {kind}: {median(found):.3f} ({min(found):.3f} to {max(found):.3f})", flush=True)
+
+
+def write_1b(folder: Path) -> Path:
+    return write_model(folder, LLAMA_1B, max_positions=2048)
+
+
+def tokens_per_s(runner: ModelRunner, adapters: tuple[Adapter, ...], seed: int) -> float:
+    """Of a closed loop of clients, each of which asks for an adapter by Zipf's law."""
+    banks = runner.adapters
+    assert banks is not None
+    scheduler = Scheduler(
+        BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
+        max_num_seqs=RUNNING,
+        token_budget=512,
+        max_model_len=runner.info.max_model_len,
+        windows=runner.info.kv_cache.groups.windows,
+        prefix_caching=False,
+        clock=time.monotonic,
+        num_adapter_slots=banks.num_slots,
+    )
+    draw = np.random.default_rng(seed)
+    chances = 1 / np.arange(1, len(adapters) + 1)
+    chosen = draw.choice(len(adapters), ANSWERS, p=chances / chances.sum())
+    prompts, outputs = draw.integers(32, 128, ANSWERS), draw.integers(16, 64, ANSWERS)
+
+    def ask(number: int) -> None:
+        prompt = draw.integers(0, runner.info.vocab_size, prompts[number]).tolist()
+        request = Request(len(prompt), bypass_cache=True, adapter=adapters[chosen[number]])
+        scheduler.add(Sequence(number, prompt, request, SamplingParams(max_tokens=int(outputs[number]))))
+
+    started = time.perf_counter()
+    asked = 0
+    while asked < CLIENTS:
+        ask(asked)
+        asked += 1
+    while not (plan := scheduler.schedule()).is_empty:
+        scheduler.commit(plan, runner.launch(plan).result())
+        for _ in scheduler.take_output().ended:
+            if asked < ANSWERS:
+                ask(asked)
+                asked += 1
+    return float(outputs.sum()) / (time.perf_counter() - started)
+
+
+@app.command(name="slots")
+def measure_slots(quantization: Annotated[str, typer.Option()] = "int4", rounds: int = 3) -> None:
+    """Print the throughput with few slots and with as many as there are adapters."""
+    model = str(resolve(DEFAULT_MODEL))
+    with tempfile.TemporaryDirectory() as temporary:
+        few, many = runner_of(model, quantization, SLOTS), runner_of(model, quantization, LOADED)
+        adapters = adapters_of(many, Path(temporary), LOADED)
+        ratios = []
+        for seed in range(rounds):
+            rates = [tokens_per_s(each, adapters, seed) for each in ((few, many) if seed % 2 else (many, few))]
+            found = rates if seed % 2 else rates[::-1]
+            ratios.append(found[0] / found[1])
+            print(f"{SLOTS} slots {found[0]:.0f}, {LOADED} slots {found[1]:.0f} tokens/s: {ratios[-1]:.3f}", flush=True)
+        print(f"median {median(ratios):.3f}")
+
+
+@app.command(name="load")
+def measure_load(quantization: Annotated[str, typer.Option()] = "int4") -> None:
+    """Print how long loads take while sequences decode, and the steps meanwhile ÷ those before."""
+    runner = runner_of(str(resolve(DEFAULT_MODEL)), quantization, SLOTS)
+    banks = runner.adapters
+    assert isinstance(banks, AdapterBanks)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        paths = [write_adapter(folder / str(seed), banks, seed) for seed in range(LOADS + 1)]
+        first = banks.load(paths.pop())
+        list(steps(runner, SLOTS, 128, 20, (first,)))
+        quiet = [ms for _, ms in steps(runner, SLOTS, 128, 80, (first,))][20:]
+        loads: list[float] = []
+
+        def load_all() -> None:
+            for path in paths:
+                time.sleep(0.2)
+                started = time.perf_counter()
+                banks.load(path)
+                loads.append(1e3 * (time.perf_counter() - started))
+
+        thread = threading.Thread(target=load_all)
+        busy: list[float] = []
+        for number, (_, ms) in enumerate(steps(runner, SLOTS, 128, 1000, (first,))):
+            if number == 20:
+                thread.start()
+            if number > 20:
+                busy.append(ms)
+                if not thread.is_alive():
+                    break
+        thread.join()
+        size = sum(path.stat().st_size for path in (folder / "0").iterdir())
+        print(f"an adapter of {size / 1e6:.1f} MB: loads of {', '.join(f'{ms:.0f}' for ms in sorted(loads))} ms")
+        usual = median(quiet)
+        print(f"steps: median {usual:.1f}, at most {max(quiet):.1f} ms before; {median(busy):.1f}, at most", end=" ")
+        print(f"{max(busy):.1f} ms meanwhile: {max(busy) / usual:.2f} times the median before")
+
+
+if __name__ == "__main__":
+    app()
