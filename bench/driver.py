@@ -78,6 +78,7 @@ class _Calls:
             sampling=inference_pb2.Sampling(temperature=0),
             stopping=inference_pb2.Stopping(max_tokens=request.output_len, ignore_eos=True),
             cache=inference_pb2.Cache(bypass=self.bypass_cache),
+            lora_name=request.adapter,
         )
         arrivals: list[float] = []
         async for response in self.stub.Generate(message):

@@ -23,12 +23,14 @@ class Request:
 
     arrival_s  when it is sent, in seconds from the run's start, whether or not earlier requests are done (open loop)
     kind       label by which reports separate the requests of a workload
+    adapter    name of the LoRA adapter that computes it; empty: none
     """
 
     prompt: list[int]
     output_len: int
     arrival_s: float = 0.0
     kind: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

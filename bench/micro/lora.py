@@ -3,11 +3,13 @@
     python -m bench.micro.lora steps [--model FOLDER] [--quantization int4 …]
     python -m bench.micro.lora slots
     python -m bench.micro.lora load
+    python -m bench.micro.lora peer
 
 `steps`: a step with adapters, and one of an engine with slots that no row uses, ÷ one of an engine without slots.
 `slots`: the throughput with 8 slots ÷ that with 64, of 64 clients that ask for 64 adapters by Zipf's law. `load`: how
-long an adapter takes to be read while eight sequences decode, and how long their steps then take. The adapters have
-random weights, of rank 16 for every product.
+long an adapter takes to be read while eight sequences decode, and how long their steps then take. `peer`: sixteen
+streams over four adapters, and without adapters, beside llama.cpp's server. The adapters have random weights, of rank
+16 for every product.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
+import gguf
 import numpy as np
 import torch
 import typer
@@ -27,9 +30,17 @@ from safetensors.torch import save_file
 
 from bench.gpu.random_model import write_model
 from bench.micro.step import decode_ms, steps
+from bench.options import vocab_size
+from bench.peers.gguf_files import quantized_gguf
+from bench.peers.peer import PeerSettings
+from bench.systems import pagoda_server, peer
+from bench.turns import run_turns
+from bench.workloads import Request, Workload
 from pagoda_server.checkpoints import DEFAULT_MODEL, resolve
+from pagoda_server.checkpoints.progress import no_progress
+from pagoda_server.engine.core import sequence
 from pagoda_server.engine.core.adapter import Adapter
-from pagoda_server.engine.core.sequence import Request, SamplingParams, Sequence
+from pagoda_server.engine.core.sequence import SamplingParams, Sequence
 from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.models.adapted import AdapterBanks
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
@@ -38,9 +49,10 @@ from pagoda_server.kernels.triton.inputs import LLAMA_1B
 from pagoda_server.settings.engine import EngineConfig
 
 RANK = 16
-ROUNDS = 5
-CLIENTS, RUNNING, SLOTS, LOADED, ANSWERS = 64, 32, 8, 64, 400
+ROUNDS = 3
+CLIENTS, RUNNING, SLOTS, LOADED, ANSWERS = 64, 32, 8, 64, 200
 LOADS = 8
+STREAMS = 16
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -124,11 +136,11 @@ def tokens_per_s(runner: ModelRunner, adapters: tuple[Adapter, ...], seed: int) 
     draw = np.random.default_rng(seed)
     chances = 1 / np.arange(1, len(adapters) + 1)
     chosen = draw.choice(len(adapters), ANSWERS, p=chances / chances.sum())
-    prompts, outputs = draw.integers(32, 128, ANSWERS), draw.integers(16, 64, ANSWERS)
+    prompts, outputs = draw.integers(16, 64, ANSWERS), draw.integers(16, 48, ANSWERS)
 
     def ask(number: int) -> None:
         prompt = draw.integers(0, runner.info.vocab_size, prompts[number]).tolist()
-        request = Request(len(prompt), bypass_cache=True, adapter=adapters[chosen[number]])
+        request = sequence.Request(len(prompt), bypass_cache=True, adapter=adapters[chosen[number]])
         scheduler.add(Sequence(number, prompt, request, SamplingParams(max_tokens=int(outputs[number]))))
 
     started = time.perf_counter()
@@ -197,6 +209,66 @@ def measure_load(quantization: Annotated[str, typer.Option()] = "int4") -> None:
         usual = median(quiet)
         print(f"steps: median {usual:.1f}, at most {max(quiet):.1f} ms before; {median(busy):.1f}, at most", end=" ")
         print(f"{max(busy):.1f} ms meanwhile: {max(busy) / usual:.2f} times the median before")
+
+
+GGUF_NAMES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def write_gguf(path: Path, banks: AdapterBanks, seed: int) -> Path:
+    """Write an adapter as llama.cpp's conversion does. Which of its random rows are rotated together is no matter."""
+    draw = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", RANK)
+    for module, (in_size, out_size) in banks.modules.items():
+        parts = module.split(".")
+        for half, shape in (("a", (RANK, in_size)), ("b", (out_size, RANK))):
+            values = 0.01 * draw.standard_normal(shape)
+            writer.add_tensor(f"blk.{parts[2]}.{GGUF_NAMES[parts[-1]]}.weight.lora_{half}", values.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@app.command(name="peer")
+def measure_peer(repeat: int = 3, threads: int = torch.get_num_threads()) -> None:
+    """Print output tokens a second of Pagoda and of llama-server, with four adapters and without, in turns."""
+    folder = resolve(DEFAULT_MODEL)
+    with tempfile.TemporaryDirectory() as temporary:
+        banks = runner_of(str(folder), "int4", 1).adapters
+        assert isinstance(banks, AdapterBanks)
+        files = {f"a{seed}": str(write_gguf(Path(temporary) / f"a{seed}.gguf", banks, seed)) for seed in range(4)}
+        del banks
+        draw = np.random.default_rng(0)
+        prompts = [draw.integers(0, vocab_size(DEFAULT_MODEL), 64).tolist() for _ in range(STREAMS)]
+        workloads = [
+            Workload(name, [Request(prompt, 96, adapter=adapters[at % 4]) for at, prompt in enumerate(prompts)])
+            for name, adapters in (("four adapters", [*files]), ("no adapters", [""] * 4))
+        ]
+        settings = PeerSettings(
+            model=str(folder),
+            gguf=str(quantized_gguf(DEFAULT_MODEL, no_progress)),
+            threads=threads,
+            max_num_seqs=STREAMS,
+            longest=workloads[0].longest,
+            count=STREAMS,
+            prefix_caching=False,
+            adapters=files,
+        )
+        loras = ",".join(f"{name}={path}" for name, path in files.items())
+        arguments = ["--model", DEFAULT_MODEL, "--threads", str(threads), "--quantization", "int4", "--lora", loras]
+        systems = [pagoda_server("pagoda", arguments), peer("llama.cpp", settings)]
+        for workload, (ours, theirs) in zip(workloads, run_turns(systems, workloads, repeat), strict=True):
+            ratios = [mine / other for mine, other in zip(ours.rates, theirs.rates, strict=True)]
+            found = (", ".join(f"{rate:.0f}" for rate in each.rates) for each in (ours, theirs))
+            print(f"{workload.name}: {' and '.join(found)} tokens/s; ratio {median(ratios):.2f}", end=" ")
+            print(f"({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ class Peer:
         command += ["--threads", str(settings.threads), "--threads-batch", str(settings.threads)]
         # One context per slot: a shared one is slower, because every sequence then attends over all of it.
         command += ["--parallel", str(slots), "--ctx-size", str(slots * slot_len), "--no-kv-unified"]
+        self._adapters = list(settings.adapters)
+        if self._adapters:  # each request says which it wants
+            command += ["--lora-init-without-apply", "--lora", ",".join(settings.adapters.values())]
         command += ["--cache-ram", "0", "--metrics", "--log-verbosity", "2"]
         self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         atexit.register(self._server.kill)
@@ -63,6 +66,10 @@ class Peer:
                 "temperature": 0.0,
                 "stream": True,
                 "cache_prompt": self._caches,
+                "lora": [
+                    {"id": number, "scale": float(name == request.adapter)}
+                    for number, name in enumerate(self._adapters)
+                ],
             }
         ).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)

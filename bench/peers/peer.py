@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from bench.measure import RequestTimes
@@ -25,6 +25,7 @@ class PeerSettings:
     prefix_caching   on for the same workloads as Pagoda's
     device           for peers that do not run only on a CPU
     token_budget     most tokens of a step, as Pagoda's, for peers that have such a limit
+    adapters         GGUF files of LoRA adapters by name, for peers that serve several
     """
 
     model: str
@@ -36,6 +37,7 @@ class PeerSettings:
     prefix_caching: bool
     device: str = "cpu"
     token_budget: int = 512
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
