@@ -14,10 +14,12 @@ streams over four adapters, and without adapters, beside llama.cpp's server. The
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -29,7 +31,7 @@ import typer
 from safetensors.torch import save_file
 
 from bench.gpu.random_model import write_model
-from bench.micro.step import decode_ms, steps
+from bench.micro.step import steps
 from bench.options import vocab_size
 from bench.peers.gguf_files import quantized_gguf
 from bench.peers.peer import PeerSettings
@@ -49,7 +51,7 @@ from pagoda_server.kernels.triton.inputs import LLAMA_1B
 from pagoda_server.settings.engine import EngineConfig
 
 RANK = 16
-ROUNDS = 3
+ROUNDS, TOGETHER = 12, 8
 CLIENTS, RUNNING, SLOTS, LOADED, ANSWERS = 64, 32, 8, 64, 200
 LOADS = 8
 STREAMS = 16
@@ -96,23 +98,26 @@ def measure_steps(
             without, within = runner_of(path, each, 0), runner_of(path, each, SLOTS)
             (folder / each).mkdir()
             adapters = adapters_of(within, folder / each, SLOTS)
-            ratios: dict[str, list[float]] = {}
-            base_ms: dict[int, list[float]] = {1: [], 8: []}
-            for _ in range(ROUNDS):
-                for rows in (1, 8):
-                    base = decode_ms(without, rows)
-                    base_ms[rows].append(base)
-                    for kind, used in (("no", (None,)), ("one", adapters[:1]), ("eight", adapters)):
-                        if rows > 1 or kind != "eight":
-                            ratio = decode_ms(within, rows, used) / base
-                            ratios.setdefault(f"{rows} rows, {kind} adapter", []).append(ratio)
-            print(
-                f"{within.info.kernels}: without slots {median(base_ms[1]):.2f} and {median(base_ms[8]):.2f} ms;",
-                end="",
-            )
-            print(f" an adapter has {adapters[0].num_bytes / 1e6:.1f} MB")
-            for kind, found in ratios.items():
-                print(f"  {kind}: {median(found):.3f} ({min(found):.3f} to {max(found):.3f})", flush=True)
+            print(f"{within.info.kernels}: an adapter has {adapters[0].num_bytes / 1e6:.1f} MB")
+            for rows in (1, SLOTS):
+                used = {"no adapter": (None,), "one adapter": adapters[:1], "eight adapters": adapters[:rows]}
+                cases = [decodes(without, rows, (None,)), *(decodes(within, rows, each) for each in used.values())]
+                times = [[next(case) for case in cases] for _ in range(ROUNDS)]
+                print(f"  {rows} rows: {median(base for base, *_ in times):.2f} ms without slots;", end="")
+                for at, kind in enumerate(used, 1):
+                    found = [turn[at] / turn[0] for turn in times]
+                    print(f" {kind} {median(found):.3f} ({min(found):.3f} to {max(found):.3f})", end="")
+                print(flush=True)
+
+
+def decodes(runner: ModelRunner, rows: int, adapters: tuple[Adapter | None, ...]) -> Iterator[float]:
+    """The median milliseconds of a few steps of sequences that decode, again and again."""
+    running = steps(runner, rows, 64, ROUNDS * (TOGETHER + 1) + 10, adapters)
+    decoding = (ms for plan, ms in running if len(plan.chunks) == plan.num_tokens == rows)
+    next(decoding)  # is recorded
+    while True:
+        next(decoding)  # after steps of others its inputs are written anew
+        yield median(itertools.islice(decoding, TOGETHER))
 
 
 def write_1b(folder: Path) -> Path:
@@ -249,7 +254,8 @@ def measure_peer(repeat: int = 3, threads: int = torch.get_num_threads()) -> Non
         prompts = [draw.integers(0, vocab_size(DEFAULT_MODEL), 64).tolist() for _ in range(STREAMS)]
         workloads = [
             Workload(name, [Request(prompt, 96, adapter=adapters[at % 4]) for at, prompt in enumerate(prompts)])
-            for name, adapters in (("four adapters", [*files]), ("no adapters", [""] * 4))
+            # In this order: a server may serve before it has loaded the adapters of --lora.
+            for name, adapters in (("no adapters", [""] * 4), ("four adapters", [*files]))
         ]
         settings = PeerSettings(
             model=str(folder),
