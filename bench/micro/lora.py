@@ -65,16 +65,23 @@ def runner_of(model: str, quantization: str, num_slots: int) -> ModelRunner:
 
 
 def write_adapter(folder: Path, banks: AdapterBanks, seed: int) -> Path:
-    """Write an adapter of every product as PEFT does, with weights that change answers little."""
+    """Write an adapter of every product as PEFT does, with weights that change answers little.
+
+    Adapters in neighbouring folders have the same tensors, but not the same scale, and so each its own identity.
+    """
     folder.mkdir()
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, (in_size, out_size) in banks.modules.items():
-        for half, shape in (("A", (RANK, in_size)), ("B", (out_size, RANK))):
-            values = 0.01 * torch.randn(shape, generator=draw)
-            tensors[f"base_model.model.{name}.lora_{half}.weight"] = values.bfloat16()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+    tensors = folder.parent / "adapter_model.safetensors"
+    if not tensors.exists():
+        save_file(
+            {
+                f"base_model.model.{name}.lora_{half}.weight": (0.01 * torch.randn(shape)).bfloat16()
+                for name, (in_size, out_size) in banks.modules.items()
+                for half, shape in (("A", (RANK, in_size)), ("B", (out_size, RANK)))
+            },
+            tensors,
+        )
+    (folder / tensors.name).hardlink_to(tensors)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK + seed}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
