@@ -41,7 +41,7 @@ def steps(
     """Run `count` sequences with random prompts, and these adapters in turn; yield each step and its milliseconds."""
     scheduler = Scheduler(
         BlockPool(runner.info.num_blocks, runner.info.kv_cache.block_size),
-        max_num_seqs=max(SIZES),
+        max_num_seqs=count,
         token_budget=PROMPT,
         max_model_len=runner.info.max_model_len,
         windows=runner.info.kv_cache.groups.windows,
