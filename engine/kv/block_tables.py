@@ -15,7 +15,7 @@ from ..core.step import Chunk, StepPlan
 from .blocks import BlockPool
 from .host_blocks import HostBlocks
 from .prefix_cache import Prefix, PrefixCache
-from .windows import Windows
+from .windows import HOLE, Windows
 
 
 class BlockTables:
@@ -62,16 +62,18 @@ class BlockTables:
         quota = self._windows.start(windows, pool.blocks_for(length))
         after = prefix.blocks[-1] if prefix.blocks else -1
         new = pool.allocate(pool.blocks_for(length) - num_shared, after)
+        found_in_windows = [block for each in windows for block in each.held if block != HOLE]
+        loaded_in_windows = self._windows.fill(windows) if prefix.window_loads else []
         num_published = num_shared if prefix.num_found is None else prefix.num_found
         hashes = seq.blocks.hashes if prefix.sibling is None else prefix.sibling.blocks.hashes[:num_shared]
         seq.blocks = BlockTable(prefix.table(new), hashes, num_published, windows, quota)
         self._host.started(seq, prefix)
-        self._host.taken(new)
+        self._host.taken(new + loaded_in_windows)
         if prefix.partial is not None:
             self._copies.want(seq.id, prefix.partial, seq.blocks[num_shared])
         if prefix.sibling is None and seq.account.first_scheduled is None and not seq.output_len:
-            for blocks in (prefix.sources, *(each.held for each in windows)):
-                pool.note_hit(blocks)
+            pool.note_hit(prefix.sources)
+            pool.note_hit(found_in_windows)
             if self._host.stored is not None:
                 self._host.stored.found(seq, prefix.num_tokens // pool.block_size)
         self.prompts.started(seq)

@@ -26,6 +26,7 @@ from .host_cache import HostCache
 from .lent_blocks import LentBlocks
 from .prefix_cache import Prefix
 from .stored_blocks import StoredBlocks
+from .windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class HostBlocks:
     store       of a third tier below those; None: there is none
     peers       other engines, from which blocks are fetched and to which they are lent; None: there are none
     clock       seconds, monotonic
+    windows     of layers with blocks of their own; None: no layers have any
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class HostBlocks:
         store: BlockStore | None = None,
         peers: Peers | None = None,
         clock: Callable[[], float] = time.monotonic,
+        windows: Windows | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self._costs = costs
@@ -102,7 +105,7 @@ class HostBlocks:
         self._held: dict[int, _Users] = {}  # by block on the host
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
         self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
-        self._cache = HostCache(pool, self._free, costs) if caches and num_blocks else None
+        self._cache = HostCache(pool, self._free, costs, windows) if caches and num_blocks else None
         self.stored: StoredBlocks | None = None
         self.lent: LentBlocks | None = None
         self.arrivals: Arrivals | None = None

@@ -14,25 +14,28 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..core.sequence import Sequence, State
+from ..core.sequence import Sequence, State, WindowTable
 from ..core.step import Chunk, StepPlan
 from ..timing.cost_model import CostModel
 from .blocks import BlockPool
 from .prefix_cache import Prefix
+from .windows import HOLE, Windows, window_address
 
 
 class HostCache:
     """
-    pool   of the device; it remembers what it evicts from now on
-    free   host blocks that hold nothing, shared with whoever else uses some
-    costs  knows whether copying is faster than computing
+    pool     of the device; it remembers what it evicts from now on
+    free     host blocks that hold nothing, shared with whoever else uses some
+    costs    knows whether copying is faster than computing
+    windows  of layers whose blocks are cached beside the others'; None: no layers have any
     """
 
-    def __init__(self, pool: BlockPool, free: list[int], costs: CostModel) -> None:
+    def __init__(self, pool: BlockPool, free: list[int], costs: CostModel, windows: Windows | None = None) -> None:
         self.hit_tokens = 0  # of prompts, found here since the engine started
         self._pool = pool
         self._free = free
         self._costs = costs
+        self._windows = windows
         self._evicted = pool.remember_evicted()
         self._host_of: OrderedDict[bytes, int] = OrderedDict()  # by address, the least recently used first
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
@@ -41,6 +44,11 @@ class HostCache:
         self._num_readers: Counter[int] = Counter()  # by host block
         self._forgotten: set[int] = set()  # host blocks without an address, which are read
         self._pins: Counter[int] = Counter()  # by host block: who else reads it, of _num_readers
+
+    @property
+    def _blocks_a_column(self) -> int:
+        """How many blocks hold what is computed of a block's tokens."""
+        return 1 + len(self._windows or ())
 
     def __len__(self) -> int:
         return len(self._host_of) + len(self._forgotten)
@@ -53,7 +61,7 @@ class HostCache:
                 continue
             if address in self._host_of:
                 self._host_of.move_to_end(address)
-            elif self._costs.is_worth_saving(1, self._pool.block_size):
+            elif self._costs.is_worth_saving(self._blocks_a_column, self._pool.block_size):
                 host = self.take()
                 if host is not None:
                     self._host_of[address] = host
@@ -106,6 +114,8 @@ class HostCache:
         """Extend a waiting sequence's prefix by what is cached behind it, unless computing that is faster."""
         if not self._host_of or prefix.sibling is not None:
             return prefix
+        if self._windows:
+            return self._extend_with_windows(seq, prefix, self._windows)
         size, first = self._pool.block_size, len(prefix.blocks)
         blocks, loads = list(prefix.blocks), list[tuple[int, int]]()
         for position, address in enumerate(seq.blocks.hashes[first : seq.cacheable_len // size], first):
@@ -122,18 +132,62 @@ class HostCache:
             return prefix
         return replace(prefix, num_tokens=num_tokens, blocks=blocks, partial=None, loads=loads, num_found=first)
 
+    def _extend_with_windows(self, seq: Sequence, prefix: Prefix, windows: Windows) -> Prefix:
+        size = self._pool.block_size
+        hashes = seq.blocks.hashes[: seq.cacheable_len // size]
+
+        def is_cached(address: bytes) -> bool:
+            return address in self._host_of or bool(self._pool.match([address]))
+
+        count = next((at for at, address in enumerate(hashes) if not is_cached(address)), len(hashes))
+        count = windows.usable(hashes, count, is_cached)
+        if count * size <= prefix.num_tokens:
+            return prefix
+        blocks, loads = list[int](), list[tuple[int, int]]()
+        for position, address in enumerate(hashes[:count]):
+            if found := self._pool.match([address]):
+                blocks += found
+            else:
+                loads.append((position, self._host_of[address]))
+        tables, window_loads = list[WindowTable](), list[tuple[int, int, int]]()
+        for group, first in enumerate(windows.firsts(count * size)):
+            table = WindowTable([0] * first, first)
+            for position in range(first, count):
+                address = window_address(hashes[position], group)
+                if not (found := self._pool.match([address])):
+                    window_loads.append((group, position, self._host_of[address]))
+                table += found or [HOLE]
+            tables.append(table)
+        if not self._costs.is_worth_loading(len(loads) + len(window_loads), prefix.num_tokens, count * size):
+            return prefix
+        return replace(
+            prefix,
+            num_tokens=count * size,
+            blocks=blocks,
+            loads=loads,
+            num_found=min(position for *_, position, _ in [*loads, *window_loads]),
+            windows=tuple(tables),
+            window_loads=window_loads,
+        )
+
     def started(self, seq: Sequence, prefix: Prefix) -> None:
         """Note that a sequence has its blocks, with this prefix; keep what it loads until a step of it is committed."""
-        hosts = [host for _, host in prefix.loads]
-        if not hosts:
+        table, loads = seq.blocks, list[tuple[int, int, bytes, int]]()  # position, host block, address, block
+        for position, host in prefix.loads:
+            loads.append((position, host, table.hashes[position], table[position]))
+        for group, position, host in prefix.window_loads:
+            address = window_address(table.hashes[position], group)
+            loads.append((position, host, address, table.windows[group][position]))
+        if not loads:
             return
-        self._loads[seq.id] = [(host, seq.blocks[position]) for position, host in prefix.loads]
+        hosts = [host for _, host, _, _ in loads]
+        self._loads[seq.id] = [(host, block) for _, host, _, block in loads]
         self._readers[seq.id] = (seq, hosts)
         self._num_readers.update(hosts)
-        for position, _ in reversed(prefix.loads):  # the head of a prefix is given up last
-            self._host_of.move_to_end(seq.blocks.hashes[position])
+        for _, _, address, _ in sorted(loads, reverse=True):  # the head of a prefix is given up last
+            self._host_of.move_to_end(address)
         if not seq.output_len and not seq.account.preemptions:
-            self.hit_tokens += len(hosts) * self._pool.block_size
+            self.hit_tokens += len({position for position, *_ in loads}) * self._pool.block_size
 
     def released(self, seq: Sequence) -> None:
         """Note that a sequence need not load again: a step of it is committed, or it has given up its blocks."""

@@ -11,7 +11,7 @@ from ..core.step import CachedBlock
 from .blocks import BlockPool, chain_hash, chain_hashes
 from .cached_blocks import CachedBlocks
 from .cached_strides import CachedStrides
-from .windows import Windows
+from .windows import Windows, window_address
 
 LEAST_BLOCK_SIZE = 8  # what a prompt shares of a smaller block takes less time to compute than to find and copy
 _MOST_OF_A_HEAD = 4
@@ -23,10 +23,12 @@ class Prefix:
 
     num_tokens  how many
     blocks      full ones, to be shared
-    windows     tables of the layers with sliding windows: the blocks that the next queries see
+    windows     tables of the layers with sliding windows: the blocks that the next queries see, and holes for those
+                that are loaded
     partial     the block that holds the rest, if any, to be copied
     sibling     the sequence of the same request that computed it; None: it was found by its content
     loads       positions in the block table, between and behind `blocks`, and the host blocks to be copied there
+    window_loads  groups of layers, positions in their window tables, and the host blocks to be copied there
     num_found   where blocks are loaded, or a sequence resumes from what it kept: the leading blocks before those, which
                 other sequences have; else None
     is_own      the sequence resumes from what it kept
@@ -40,6 +42,7 @@ class Prefix:
     num_found: int | None = None
     is_own: bool = False
     windows: tuple[WindowTable, ...] = ()
+    window_loads: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def sources(self) -> list[int]:
@@ -91,19 +94,11 @@ class PrefixCache:
 
     def _match_windows(self, hashes: list[bytes], blocks: list[int]) -> Prefix:
         """Return the longest part of a cached prefix before which the blocks inside each window are cached, too."""
-        count, tables = len(blocks), list[WindowTable]()
-        while len(tables) < len(self._windows):
-            group = len(tables)
-            first = self._windows.firsts(count * self._pool.block_size)[group]
-            found: list[int] = []
-            for index in range(count - 1, first - 1, -1):
-                block = self._pool.match([_address(hashes[index], group)])
-                if not block:  # every prefix that ends behind this block, up to here, lacks it
-                    count, tables = index, []
-                    break
-                found += block
-            else:
-                tables.append(WindowTable([0] * first + found[::-1], first))
+        count = self._windows.usable(hashes, len(blocks), lambda address: bool(self._pool.match([address])))
+        tables = []
+        for group, first in enumerate(self._windows.firsts(count * self._pool.block_size)):
+            found = self._pool.match(window_address(each, group) for each in hashes[first:count])
+            tables.append(WindowTable([0] * first + found, first))
         return Prefix(count * self._pool.block_size, blocks[:count], windows=tuple(tables))
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
@@ -120,7 +115,7 @@ class PrefixCache:
                 self._heads.publish(previous, address, seq.tokens[index * size : (index + 1) * size])
             for group, window in enumerate(table.windows):
                 if index >= window.first:
-                    self._pool.publish(window[index], _address(address, group))
+                    self._pool.publish(window[index], window_address(address, group))
         table.num_published = full
         if self._strides is not None:
             self._strides.published(seq, full)
@@ -164,11 +159,6 @@ class PrefixCache:
 
     def _serves(self, seq: Sequence) -> bool:
         return self._enabled and not seq.request.bypass_cache
-
-
-def _address(block_hash: bytes, group: int) -> bytes:
-    """Return the address of a block of a group of layers with a window, given that of the other block."""
-    return block_hash + group.to_bytes(2, "little")
 
 
 @dataclass(frozen=True, slots=True)

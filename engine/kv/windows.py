@@ -9,12 +9,13 @@ that two sequences share counts in both pledges: either of them may go on alone.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..core.sequence import BlockTable, WindowTable
 from ..core.step import Chunk
 from .blocks import BlockPool
 
+HOLE = -1  # the entry of a window table whose block is still to be taken
 STEPS_AHEAD = 2  # the step in flight and the next one may each compute a whole token budget of one sequence
 
 
@@ -37,6 +38,11 @@ def longest_held(num_blocks: int, windows: Sequence[int | None], token_budget: i
     return block_size * (bisect_right(columns, num_blocks, key=lambda n: sum(min(n, span) for span in spans)) - 1)
 
 
+def window_address(block_hash: bytes, group: int) -> bytes:
+    """Return the address of a block of a group of layers with a window, given that of the other block."""
+    return block_hash + group.to_bytes(2, "little")
+
+
 class Windows:
     """
     windows       of each group of layers that has one, in tokens
@@ -55,6 +61,17 @@ class Windows:
         """Return each table's first block that a query sees behind so many tokens."""
         return [max(0, num_tokens - window + 1) // self._size for window in self._windows]
 
+    def usable(self, hashes: Sequence[bytes], count: int, is_cached: Callable[[bytes], bool]) -> int:
+        """Return of how many of these leading blocks each window's blocks are cached, too: at most `count`."""
+        group = 0
+        while group < len(self):
+            first = self.firsts(count * self._size)[group]
+            behind = range(count - 1, first - 1, -1)
+            missing = next((at for at in behind if not is_cached(window_address(hashes[at], group))), None)
+            # Every prefix that ends behind a block that is missing, up to here, lacks it.
+            group, count = (group + 1, count) if missing is None else (0, missing)
+        return count
+
     def new_tables(self) -> tuple[WindowTable, ...]:
         return tuple(WindowTable() for _ in self._windows)
 
@@ -63,12 +80,22 @@ class Windows:
         return sum(min(num_columns - each.first, span) for each, span in zip(tables, self._spans, strict=True))
 
     def start(self, tables: tuple[WindowTable, ...], num_columns: int) -> int:
-        """Take these window tables' blocks for a sequence; return its quota, for which there is room."""
+        """Share these window tables' blocks for a sequence; return its quota, for which there is room."""
         quota = self.quota(tables, num_columns)
         self._pool.pledge(quota)
         for each in tables:
-            self._pool.share_pledged(each.held)
+            self._pool.share_pledged(block for block in each.held if block != HOLE)
         return quota
+
+    def fill(self, tables: Iterable[WindowTable]) -> list[int]:
+        """Take the blocks that are still to be taken for these tables, which have started. Return them."""
+        taken: list[int] = []
+        for each in tables:
+            for at, block in enumerate(each):
+                if block == HOLE:
+                    each[at : at + 1] = new = self._pool.draw(1, after=each[at - 1] if at else -1)
+                    taken += new
+        return taken
 
     def growth(self, table: BlockTable) -> int:
         """Return how much the quota grows with a block more of the other table."""

@@ -116,10 +116,10 @@ class Scheduler:
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )
         apart = [window for window in windows if window is not None]
-        caches = prefix_caching and not apart
-        self.host = HostBlocks(num_host_blocks, pool, self.costs, caches, store, peers, clock)
+        own_windows = Windows(pool, apart, token_budget)
+        self.host = HostBlocks(num_host_blocks, pool, self.costs, prefix_caching, store, peers, clock, own_windows)
         self._capacity = longest_held(pool.num_blocks, [None, *apart], token_budget, pool.block_size)
-        self._tables = BlockTables(pool, prefix_caching, self.host, Windows(pool, apart, token_budget))
+        self._tables = BlockTables(pool, prefix_caching, self.host, own_windows)
         self._backlog = Backlog(clock, self._tables.num_cached)
         self._deadlines = Deadlines(self.costs, self._tables.num_cached)
         self._adapters = AdapterSlots(num_adapter_slots, clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagoda_server.engine.core.sequence import Sequence, State
+from pagoda_server.engine.kv.windows import window_address
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_scheduler import prompt
@@ -37,6 +38,36 @@ def test_a_prompt_that_was_evicted_is_loaded_and_not_computed(lookahead: int) ->
     host = engine.scheduler.host.load()
     assert 16 < host.hit_tokens <= 32, "the device may still have had some"
     assert host.blocks_used == 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("others", [1, 2, 5])
+def test_a_prompt_of_a_model_with_windows_is_loaded_with_the_blocks_that_they_see(lookahead: int, others: int) -> None:
+    engine = SteppedEngine(
+        num_blocks=60, block_size=4, token_budget=16, host_blocks=400, windows=(None, 9, 13), lookahead=lookahead
+    )
+    for seed in range(others + 1):
+        served(engine, seed)
+    again = served(engine, 0)
+    assert again.account.cached_tokens == 32
+    hits = engine.scheduler.host.load().hit_tokens
+    assert hits == 32 if others == 5 else (hits > 0) == (others == 2), "the device still has some of what is recent"
+    assert engine.pool.num_pledged == 0
+
+
+def test_where_a_block_in_a_window_is_gone_a_shorter_prefix_is_loaded() -> None:
+    engine = SteppedEngine(num_blocks=60, block_size=4, token_budget=16, host_blocks=400, windows=(None, 9))
+    for seed in range(6):
+        served(engine, seed)
+    cache = engine.scheduler.host._cache
+    assert cache is not None
+    seq = engine.add(prompt(LONG, 0), max_tokens=3)
+    engine.scheduler._tables.prefixes.match(seq)  # finds nothing on the device, and addresses the blocks
+    cache._forget([window_address(seq.blocks.hashes[6], 0)])
+    engine.run()
+    assert seq.account.cached_tokens == 24, "of 32: the seventh block is inside the window of what follows it"
+    assert engine.outputs[seq.id] == engine.expected(seq)
+    engine.scheduler.check_integrity()
 
 
 def test_without_host_memory_it_is_computed_again() -> None:

@@ -486,6 +486,20 @@ class WindowHostUnreliableMachine(Windows, HostUnreliableMachine):
     block_size = 4
 
 
+class WindowHostCacheMachine(Windows, HostCache, SchedulerMachine):
+    host_blocks = 90  # of four prompts with thirty each
+
+
+class WindowHostCacheOverlapMachine(Windows, HostCache, OverlapMachine):
+    windows = (None, 5, 17)
+    block_size = 4
+    host_blocks = 20
+
+
+class WindowHostCacheUnreliableMachine(Windows, HostCache, UnreliableMachine):
+    block_size = 4
+
+
 class Adapters:
     """More adapters than slots. A wrong adapter, or a block that was computed with another, changes tokens."""
 
@@ -544,6 +558,9 @@ TestWindowUncached = WindowUncachedMachine.TestCase
 TestWindowUnreliable = WindowUnreliableMachine.TestCase
 TestWindowHost = WindowHostMachine.TestCase
 TestWindowHostUnreliable = WindowHostUnreliableMachine.TestCase
+TestWindowHostCache = WindowHostCacheMachine.TestCase
+TestWindowHostCacheOverlap = WindowHostCacheOverlapMachine.TestCase
+TestWindowHostCacheUnreliable = WindowHostCacheUnreliableMachine.TestCase
 TestAdapters = AdaptersMachine.TestCase
 TestAdaptersUnreliable = AdaptersUnreliableMachine.TestCase
 TestAdaptersHostOverlap = AdaptersHostOverlapMachine.TestCase
@@ -562,6 +579,8 @@ TestFcfs.settings = TestFair.settings = TestDeadline.settings = TestUncached.set
     examples(14)
 )
 TestHostCache.settings = TestHostCacheUnreliable.settings = examples(14)
+TestWindowHostCache.settings = TestWindowHostCacheOverlap.settings = examples(10)
+TestWindowHostCacheUnreliable.settings = examples(10)
 TestLending.settings = TestLendingOverlap.settings = examples(10)
 TestAdapters.settings = TestAdaptersUnreliable.settings = TestAdaptersHostOverlap.settings = examples(10)
 TestStored.settings = TestStoredOverlap.settings = TestStoredUnreliable.settings = examples(10)

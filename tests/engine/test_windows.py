@@ -13,6 +13,7 @@ from pagoda_server.engine.core.layer_groups import LayerGroups
 from pagoda_server.engine.core.sequence import EndReason, Request, SamplingParams, Sequence, State
 from pagoda_server.engine.kv.windows import longest_held, most_held
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
+from pagoda_server.engine.timing.cost_model import CostModel
 from tests.engine.drafters import AlwaysDrafts, Oracle
 from tests.engine.harness import SteppedEngine
 from tests.engine.test_device_runner import Served, fill_cache
@@ -205,6 +206,24 @@ def test_families_with_windows_give_transformers_tokens_and_read_nothing_behind_
         assert seq.tokens[seq.request.prompt_len :] == outputs[seq.id // 2]
     assert served.scheduler.counters.preemptions > 0
     assert prefix_caching or poisoned.num_given_back > 10
+
+
+def test_families_with_windows_load_what_the_device_had_to_evict(
+    expected: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CostModel, "is_worth_saving", lambda *_: True)
+    monkeypatch.setattr(CostModel, "is_worth_loading", lambda *_: True)
+    folder, outputs = expected
+    runner = load_runner(folder, max_num_seqs=6, token_budget=19, max_model_len=120, host_kv_gb=0.001)
+    fill_cache(runner, math.nan)
+    served = Served(runner, 40, host_blocks=min(300, runner.info.num_host_blocks))
+    for _ in range(3):
+        for tokens, output in zip(PROMPTS, outputs, strict=True):
+            seq = served.add(list(tokens), SamplingParams(max_tokens=MAX_TOKENS))
+            served.run()
+            assert seq.tokens[len(tokens) :] == output
+    assert served.scheduler.host.load().hit_tokens > 100
+    served.scheduler.check_integrity()
 
 
 def test_a_sequence_that_is_preempted_before_its_first_token_holds_nothing_for_its_siblings() -> None:
