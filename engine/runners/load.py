@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from ...checkpoints import Progress
@@ -18,6 +16,7 @@ from ..core.adapter import AdapterLoader
 from ..core.errors import ConfigError, NotEnoughMemory
 from ..kv.block_store import HostRows
 from ..loop.steps_in_flight import Runner
+from .import_torch import import_torch
 from .runner_info import RunnerInfo
 from .synthetic import load_synthetic
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from .loaded_model import LoadedModel
 
 log = logging.getLogger("pagoda.engine")
-
-NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
 class InformedRunner(Runner, HostRows, Protocol):
@@ -58,12 +55,7 @@ def load_runner(config: EngineConfig, folder: Path, progress: Progress) -> Infor
         return load_synthetic(config, model_config)
     if config.step_ms is not None:
         raise ConfigError("--step-ms: only the synthetic model has a step time to choose")
-    # By default threads spin for long at the end of a parallel region. If another process has taken the core of the one
-    # thread that still works, each of a step's many regions can then last a time slice (docs/performance.md).
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
-    if not NVIDIA_DRIVER.exists():
-        # Kernels for the meta device take a third of torch's import. Only what traces or compiles a model uses them.
-        sys.modules.setdefault("torch._meta_registrations", ModuleType("torch._meta_registrations"))
+    import_torch()
     return _load_model(replace(config, model=str(folder)), progress)
 
 

@@ -59,7 +59,6 @@ def run(config: EngineConfig) -> int:
     start_logging(config)
     if config.exit_with_parent:
         exit_with_parent()
-    gc.disable()  # what is loaded stays: collections only walk it
     try:
         trust = check_exposure(config)
         progress = PrintedProgress()
