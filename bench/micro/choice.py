@@ -1,6 +1,7 @@
 """What processor time it costs a router to choose an engine by what they have cached: `python -m bench.micro.choice`.
 
-Half of the prompts have a beginning that every engine has cached, to a depth of its own; the others are new.
+Half of the prompts have a beginning that every engine has cached, to a depth of its own; the others are new. Then the
+engines report what changes in their caches.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from pagoda_server.router.engines.choosing import Asked, ByPrefix
 from pagoda_server.router.engines.fleet import Fleet, Member
 
 NUM_PROMPTS = 150
+KEYS_A_SECOND = 26_000  # that all engines report
+KEYS_A_REPORT = 64  # an engine has four reports a second; half of them stored, half evicted
 INFO = control_pb2.EngineInfo(max_num_seqs=64, kv_cache={"num_blocks": 1 << 16, "block_size": 16})
 
 
@@ -58,6 +62,24 @@ def fill(fleet: Fleet, prompts: list[list[int]], keys_each: int, rng: random.Ran
         channel.cached.take_snapshot(engine_pb2.CacheSnapshot(keys=keys, is_first=True, is_last=True))
 
 
+def seconds_of_reports(fleet: Fleet, rng: random.Random) -> float:
+    """The processor time of reading what the engines report in a second, from the bytes of the messages on."""
+    caches = [channel.cached for channel in fleet.channels if channel.cached is not None]
+    half, each = KEYS_A_REPORT // 2, KEYS_A_SECOND // KEYS_A_REPORT // len(caches)
+    messages = []
+    for cache in caches:
+        held = rng.sample(sorted(cache._held), half * each)
+        for number in range(each):
+            stored = [rng.getrandbits(63) for _ in range(half)]
+            removed = held[number * half : (number + 1) * half]
+            delta = engine_pb2.CacheDelta(number=cache._number + 1 + number, stored=stored, removed=removed)  # type: ignore[operator]
+            messages.append((cache, engine_pb2.EngineMessage(cache_delta=delta).SerializeToString()))
+    began = time.thread_time()
+    for cache, message in messages:
+        assert cache.take_delta(engine_pb2.EngineMessage.FromString(message).cache_delta)
+    return time.thread_time() - began
+
+
 def timed(call: Callable[[], object]) -> float:
     began = time.thread_time()
     call()
@@ -84,6 +106,8 @@ def main(argv: list[str]) -> None:
     for name, found in (("keys", keys), ("choice", choices), ("both", keys + choices)):
         low, high = 1e3 * np.percentile(found, [50, 99])
         print(f"{name:8}{low:8.3f}{high:8.3f}")
+    share = statistics.median(seconds_of_reports(fleet, rng) for _ in range(9))
+    print(f"reports of {KEYS_A_SECOND} keys a second take {100 * share:.1f} % of a core")
 
 
 if __name__ == "__main__":

@@ -114,14 +114,16 @@ class CachedKeys:
             self._number = None
             return False
         self._number = delta.number
-        self._held.difference_update(delta.removed)
-        self._all_bits.clear((key for key in delta.removed if key not in self._expected), self._bit)
+        removed = set(delta.removed)
+        self._held -= removed
+        self._all_bits.clear(removed - self._expected, self._bit)
         self._add(delta.stored)
         return True
 
     def _add(self, keys: Sequence[int]) -> None:
         if len(keys) > self.most:
             raise InvalidMessage(f"{len(keys)} cached prefixes at once, its cache holds {self.most}")
+        keys = keys[:]  # as a list, which is read faster
         self._held.update(keys)
         self._all_bits.set(keys, self._bit)
         if len(self._held) > self.most:
