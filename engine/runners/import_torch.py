@@ -142,8 +142,11 @@ class _Finder(Loader):
         if self.is_complete and name.startswith("torch.") and self._loaders and not self._loads_all:
             # What torch imports only now expects all of it. It may have been imported by that already.
             self._load_all()
-            module = sys.modules.get(name)
-            return None if module is None else ModuleSpec(name, _Loaded(module))
+            if (module := sys.modules.get(name)) is None:
+                return None
+            # The import system takes the spec of a module that has come meanwhile, and would run its file again.
+            spec = module.__spec__ = ModuleSpec(name, _Loaded(module))
+            return spec
         parent = sys.modules.get(name.rpartition(".")[0])
         if isinstance(parent, _Waiting):
             self._load(parent)
