@@ -37,7 +37,13 @@ def check_address(address: str, *, can_be_shm: bool, lowest_port: int) -> None:
 
     gRPC itself does not check ports: it takes them modulo 65536.
     """
-    if is_unix(address) or (is_shm(address) and can_be_shm):
+    is_path = is_unix(address) or (is_shm(address) and can_be_shm)
+    try:
+        # What looks a host up encodes it so, and its error is no OSError.
+        address.encode() if is_path else host_of(address).encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{address!r}: {error.__cause__ or error}") from None
+    if is_path:
         if address.partition(":")[2] in ("", "@"):
             raise ValueError(f"{address!r} has no path")
     elif match := _HOST_AND_PORT.fullmatch(address):

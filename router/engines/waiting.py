@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import math
 import os
+import stat
 import time
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +44,16 @@ def read_mark(members: Path) -> str:
         return followed.read_file(_mark(members), MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return ""
+
+
+def _write(mark: Path, content: bytes) -> None:
+    """Raises OSError, for a symbolic link and what is no regular file, too."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would be waited for
+    with open(os.open(mark, flags, 0o666), "wb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        file.truncate()
+        file.write(content)
 
 
 class Waiting:
@@ -122,7 +134,7 @@ class Waiting:
         while self.num and self.is_on:
             content = f"{os.getpid()} {time.time_ns()} {next(self._numbers)}\n"
             try:
-                await followed.in_daemon(partial(mark.write_text, content))
+                await followed.in_daemon(partial(_write, mark, content.encode()))
             except OSError as error:
                 if str(error) != fault:
                     log.error("requests wait, but cannot ask for an engine: %s: %s", mark, error.strerror)

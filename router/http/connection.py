@@ -38,6 +38,19 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+class _Closing:
+    """The transport as an answer sees it: one that closes the connection leaves the client time to send its body."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def close(self) -> None:
+        self._connection.close_behind_body()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection.transport, name)
+
+
 class Connection(HttpToolsProtocol):
     """A client's connection. It is closed when the client takes too long to send, or to read what waits for it.
 
@@ -58,7 +71,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = bytearray()
         self._has_turn = False  # the next piece will be parsed
-        self._is_in_headers = self._is_in_body = False
+        self._is_in_headers = self._is_in_body = self._closes_behind_body = False
         self._num_header_bytes = 0  # of this request, that are parsed
         self._num_unfinished = 0  # the same, as they came, while more have to come
         self._refusal = _MALFORMED
@@ -175,10 +188,23 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the request is refused")
         self._is_in_headers, self._is_in_body = False, True
         super().on_headers_complete()
+        self.cycle.transport = _Closing(self)
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
         super().on_message_complete()
+        if self._closes_behind_body:
+            self.transport.close()
+
+    def close_behind_body(self) -> None:
+        """Close the connection once the client has sent the body of what is answered, or LINGER_S has passed.
+
+        A close while bytes are unread would reset it, and a client that is still sending would lose the answer.
+        """
+        if self._is_in_body and self.cycle.response_complete:
+            self._closes_behind_body = True
+        else:
+            self.transport.close()
 
     # -- times -------------------------------------------------------------------------------------------------------
 

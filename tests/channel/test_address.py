@@ -21,6 +21,10 @@ from pagoda_server.channel.address import check_address, is_local
         ("::1:50051", "is not shm:PATH, unix:PATH or HOST:PORT"),
         ("a b:1", "is not shm:PATH, unix:PATH or HOST:PORT"),
         ("", "is not shm:PATH, unix:PATH or HOST:PORT"),
+        ("engine..example:50052", "label empty or too long"),
+        (f"{'a' * 64}:50052", "label too long"),
+        ("\ud800:1", "Invalid character"),
+        ("shm:\ud800", "surrogates not allowed"),
         ("unix:", "has no path"),
         ("shm:@", "has no path"),
     ],
@@ -38,7 +42,16 @@ def test_a_transport_or_port_that_is_not_allowed_here_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:0", "[::1]:65535", "my_engine.local:50052", "unix:relative/path", "shm:@name", "shm:/path"]
+    "address",
+    [
+        "127.0.0.1:0",
+        "[::1]:65535",
+        "my_engine.local:50052",
+        "unix:relative/path",
+        "unix:/a..b",
+        "shm:@name",
+        "shm:/path",
+    ],
 )
 def test_an_address_of_each_kind_is_accepted(address: str) -> None:
     check_address(address, can_be_shm=True, lowest_port=0)

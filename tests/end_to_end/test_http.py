@@ -281,6 +281,20 @@ def test_a_body_may_be_as_large_as_a_message(
         assert (response.status, error["param"]) == (status, "top_k" if status == 400 else None)
 
 
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/nothing"])
+def test_a_client_that_sends_all_before_it_reads_gets_its_answer_though_the_connection_closes(
+    server: Server, control: control_pb2_grpc.ControlStub, version: str, path: str
+) -> None:
+    address, size = urlsplit(server.http), 6 * largest(control)
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n"
+    for _ in range(3):
+        with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+            connection.sendall(head.encode() + bytes(size))
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert answer.split(b" ", 2)[1] == (b"413" if path == COMPLETIONS else b"404")
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import urllib.request
@@ -142,6 +143,29 @@ def test_requests_that_wait_are_bounded_and_what_is_wrong_is_refused_at_once(pla
         for each in held:
             assert error_of(each).code() is grpc.StatusCode.UNAVAILABLE
         assert server.process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "symbolic link", "folder"])
+def test_a_mark_that_is_no_file_is_logged_and_the_next_one_is_written(place: Place, kind: str) -> None:
+    path, target = place.folder / "engines.json.wanted", place.folder / "target"
+    target.write_text("kept")
+    match kind:
+        case "FIFO":
+            os.mkfifo(path)
+        case "symbolic link":
+            path.symlink_to(target)
+        case "folder":
+            path.mkdir()
+    with place.server("--engine-wait-s=60") as server:
+        held = begun(server, request("waits", max_tokens=20))
+        ends_at = time.monotonic() + WAIT_S
+        while "cannot ask for an engine" not in server.log.read_text():
+            assert time.monotonic() < ends_at
+            time.sleep(0.05)
+        assert target.read_text() == "kept"
+        path.rmdir() if kind == "folder" else path.unlink()
+        place.until_marked()
+        held.cancel()
 
 
 def test_a_request_that_has_waited_is_checked_against_the_engines_own_limits(place: Place) -> None:
