@@ -54,7 +54,7 @@ def _check_listen(address: str) -> None:
 
 def _check_node(name: str) -> None:
     if name and not (name.isprintable() and len(name) <= MAX_NODE_NAME):
-        raise ValueError(f"must be printable and have at most {MAX_NODE_NAME} characters, not {name!r}")
+        raise ValueError(f"must be printable and have at most {MAX_NODE_NAME} characters, not {name[:MAX_NODE_NAME]!r}")
 
 
 def _check_health_listen(address: str) -> None:
@@ -181,7 +181,7 @@ class EngineSettings(CommonSettings):
     max_adapters: int | None = setting(
         None,
         "LoRA adapters that the sequences of one step can have. Sequences with others wait. 0: the engine loads none. "
-        "On a GPU each takes the memory of one of rank --max-lora-rank. --tensor-parallel 1 only.",
+        "On a GPU each takes the memory of one of rank --max-lora-rank.",
         panel=ENGINE_MODEL, unit="adapters", at_least=0, at_most=MAX_ADAPTERS,
         on_device={"cpu": 8, "cuda": 0},
     )  # fmt: skip
@@ -375,7 +375,9 @@ class EngineConfig(EngineSettings):
     )
     allow_insecure: bool = setting(False, "Listen at an address that other hosts can reach without TLS or a token.")
     node: str = setting(
-        "", "Name of the machine, which `pagoda top` and pages show beside the engine.", check=_check_node
+        "",
+        f"Name of the machine, shown by `pagoda top` and pages beside the engine: at most {MAX_NODE_NAME} characters.",
+        check=_check_node,
     )
     exit_with_parent: bool = setting(
         False, "Exit when standard input ends, as it does when the process that holds its other end dies."

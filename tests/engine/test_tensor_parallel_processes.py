@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -195,6 +196,18 @@ def test_a_step_that_fails_between_the_ranks_ends_the_group(group: Group, monkey
 def test_a_rank_that_dies_is_noticed_while_the_group_is_idle(group: Group) -> None:
     group.leader.processes[-1].kill()
     assert group.lost.wait(30)
+
+
+def test_a_rank_that_hangs_while_it_loads_an_adapter_is_noticed(folder: Path, tmp_path: Path) -> None:
+    group = Group(settings_of(folder, tensor_parallel=2, hang_timeout_s=2.0))
+    adapters = group.runner.adapters
+    assert adapters is not None
+    adapter = write_adapter(tmp_path / "adapter", random_pairs(dict(adapters._banks.modules), seed=1))
+    group.leader.processes[0].send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineError, match="a rank has not answered for 2 s"):
+        adapters.load(adapter)
+    assert group.lost.is_set()
+    group.leader.close()
 
 
 def test_a_rank_that_dies_while_it_loads_is_noticed_at_once(folder: Path) -> None:

@@ -59,7 +59,8 @@ class Leader:
                 message = f"--tensor-parallel: rank {rank} ended with code {code} before it had loaded its part"
                 raise ConfigError(message) if code == EXIT_CONFIG else EngineError(message)
             weight_bytes += int(loaded)
-            ours.settimeout(self._config.hang_timeout_s)
+        for each in (*self._sockets, *self._asked):
+            each.settimeout(self._config.hang_timeout_s)
         for ours in self._sockets:
             send_frame(ours, b"join")
         join(self._config, self._store, 0)
@@ -78,8 +79,14 @@ class Leader:
             send_frame(each, question)
 
     def answers(self) -> list[bytes]:
-        """The answers to the last question, in the order of ranks. Raises EngineError if a rank has ended."""
-        found = [receive_frame(each) for each in self._asked]
+        """The answers to the last question, in the order of ranks. Raises EngineError if a rank has ended or hangs."""
+        try:
+            found = [receive_frame(each) for each in self._asked]
+        except TimeoutError:
+            message = f"--tensor-parallel: a rank has not answered for {self._config.hang_timeout_s:g} s"
+            log.error("%s: the engine ends with it", message)
+            self._on_loss()
+            raise EngineError(message) from None
         if any(each is None for each in found):
             raise EngineError("--tensor-parallel: a rank has ended")
         return [each for each in found if each is not None]
