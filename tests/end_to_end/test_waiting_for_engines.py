@@ -122,7 +122,8 @@ def test_a_request_that_waits_in_vain_ends_unavailable_with_a_retry_delay(place:
         assert 0.9 < time.monotonic() - began < 10
         assert retry_delay_s(error) == 1.0
         error = error_of(begun(server, request("waits", max_tokens=20), timeout_s=0.3))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        # Both ends look at the deadline.
+        assert error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
 def test_requests_that_wait_are_bounded_and_what_is_wrong_is_refused_at_once(place: Place) -> None:

@@ -53,6 +53,11 @@ def cases() -> list[ParameterSet]:
     ]
 
 
+def check_close(found: Tensor, expected: Tensor) -> None:
+    """Sums of float32 are rounded as their largest addends are, in an order that differs with the processor."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * max(1.0, float(expected.abs().max())))
+
+
 @pytest.mark.parametrize(("name", "count"), cases())
 def test_ranks_compute_the_logits_of_one(name: str, count: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = saved_model(name, tmp_path_factory)
@@ -61,7 +66,7 @@ def test_ranks_compute_the_logits_of_one(name: str, count: int, tmp_path_factory
     assert all(runner.info.weight_bytes < alone.info.weight_bytes for runner in runners)
     expected = logits_of(alone)
     for found in ranks.run(lambda share: logits_of(runners[share.rank])):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        check_close(found, expected)
 
 
 @pytest.mark.parametrize(("name", "count"), cases())
@@ -83,7 +88,7 @@ def test_ranks_compute_the_logits_of_one_with_an_adapter(
         return logits_of(runner, runner.adapters.load(path))
 
     for found in ranks.run(computed):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        check_close(found, expected)
 
 
 def imported(folder: Path, kind: Kind, **sizes: object) -> Path:
