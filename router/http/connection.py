@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
             self._await_turn()
         elif self.flow.is_held:
             self.flow.is_held = False
-            is_answered = self.cycle is None or self.cycle.response_complete  # then nobody takes the rest of the body
+            is_answered = self.cycle is None or self.cycle.response_complete  # the rest of its body is dropped
             if is_answered or len(self.cycle.body) <= HIGH_WATER_LIMIT:
                 self.flow.resume_reading()
 
