@@ -188,7 +188,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the request is refused")
         self._is_in_headers, self._is_in_body = False, True
         super().on_headers_complete()
-        self.cycle.transport = _Closing(self)
+        self.cycle.transport = _Closing(self)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
