@@ -80,7 +80,7 @@ class HostBlocks:
     store       of a third tier below those; None: there is none
     peers       other engines, from which blocks are fetched and to which they are lent; None: there are none
     clock       seconds, monotonic
-    windows     of layers with blocks of their own; None: no layers have any
+    windows     of layers with blocks of their own; None: none have any
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class HostBlocks:
         self._held: dict[int, _Users] = {}  # by block on the host
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
         self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
+        windows = windows or Windows(pool, (), 0)
         self._cache = HostCache(pool, self._free, costs, windows) if caches and num_blocks else None
         self.stored: StoredBlocks | None = None
         self.lent: LentBlocks | None = None

@@ -27,10 +27,10 @@ class HostCache:
     pool     of the device; it remembers what it evicts from now on
     free     host blocks that hold nothing, shared with whoever else uses some
     costs    knows whether copying is faster than computing
-    windows  of layers whose blocks are cached beside the others'; None: no layers have any
+    windows  of the layers whose blocks are cached beside the others'
     """
 
-    def __init__(self, pool: BlockPool, free: list[int], costs: CostModel, windows: Windows | None = None) -> None:
+    def __init__(self, pool: BlockPool, free: list[int], costs: CostModel, windows: Windows) -> None:
         self.hit_tokens = 0  # of prompts, found here since the engine started
         self._pool = pool
         self._free = free
@@ -45,11 +45,6 @@ class HostCache:
         self._forgotten: set[int] = set()  # host blocks without an address, which are read
         self._pins: Counter[int] = Counter()  # by host block: who else reads it, of _num_readers
 
-    @property
-    def _blocks_a_column(self) -> int:
-        """How many blocks hold what is computed of a block's tokens."""
-        return 1 + len(self._windows or ())
-
     def __len__(self) -> int:
         return len(self._host_of) + len(self._forgotten)
 
@@ -61,7 +56,7 @@ class HostCache:
                 continue
             if address in self._host_of:
                 self._host_of.move_to_end(address)
-            elif self._costs.is_worth_saving(self._blocks_a_column, self._pool.block_size):
+            elif self._costs.is_worth_saving(1 + len(self._windows), self._pool.block_size):
                 host = self.take()
                 if host is not None:
                     self._host_of[address] = host
@@ -114,25 +109,6 @@ class HostCache:
         """Extend a waiting sequence's prefix by what is cached behind it, unless computing that is faster."""
         if not self._host_of or prefix.sibling is not None:
             return prefix
-        if self._windows:
-            return self._extend_with_windows(seq, prefix, self._windows)
-        size, first = self._pool.block_size, len(prefix.blocks)
-        blocks, loads = list(prefix.blocks), list[tuple[int, int]]()
-        for position, address in enumerate(seq.blocks.hashes[first : seq.cacheable_len // size], first):
-            if found := self._pool.match([address]):
-                blocks += found
-            elif (host := self._host_of.get(address)) is not None:
-                loads.append((position, host))
-            else:
-                break
-        num_tokens = (len(blocks) + len(loads)) * size
-        if not loads or num_tokens <= prefix.num_tokens:
-            return prefix
-        if not self._costs.is_worth_loading(len(loads), prefix.num_tokens, num_tokens):
-            return prefix
-        return replace(prefix, num_tokens=num_tokens, blocks=blocks, partial=None, loads=loads, num_found=first)
-
-    def _extend_with_windows(self, seq: Sequence, prefix: Prefix, windows: Windows) -> Prefix:
         size = self._pool.block_size
         hashes = seq.blocks.hashes[: seq.cacheable_len // size]
 
@@ -140,7 +116,7 @@ class HostCache:
             return address in self._host_of or bool(self._pool.match([address]))
 
         count = next((at for at, address in enumerate(hashes) if not is_cached(address)), len(hashes))
-        count = windows.usable(hashes, count, is_cached)
+        count = self._windows.usable(hashes, count, is_cached)
         if count * size <= prefix.num_tokens:
             return prefix
         blocks, loads = list[int](), list[tuple[int, int]]()
@@ -150,7 +126,7 @@ class HostCache:
             else:
                 loads.append((position, self._host_of[address]))
         tables, window_loads = list[WindowTable](), list[tuple[int, int, int]]()
-        for group, first in enumerate(windows.firsts(count * size)):
+        for group, first in enumerate(self._windows.firsts(count * size)):
             table = WindowTable([0] * first, first)
             for position in range(first, count):
                 address = window_address(hashes[position], group)
@@ -164,6 +140,7 @@ class HostCache:
             prefix,
             num_tokens=count * size,
             blocks=blocks,
+            partial=None,
             loads=loads,
             num_found=min(position for *_, position, _ in [*loads, *window_loads]),
             windows=tuple(tables),
