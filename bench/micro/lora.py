@@ -132,7 +132,7 @@ def write_1b(folder: Path) -> Path:
 
 
 def tokens_per_s(runner: ModelRunner, adapters: tuple[Adapter, ...], seed: int) -> float:
-    """Of a closed loop of clients, each of which asks for an adapter by Zipf's law."""
+    """Output tokens a second. A client asks again once it is answered; the adapters it names follow Zipf's law."""
     banks = runner.adapters
     assert banks is not None
     scheduler = Scheduler(
