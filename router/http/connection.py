@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -12,6 +12,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .acceptor import Pace
 from .errors import HttpError, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Seconds that a client has. They differ, because a change from one to another starts a time.
 HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come
@@ -41,14 +44,12 @@ class _Flow(FlowControl):
 class _Closing:
     """The transport as an answer sees it: one that closes the connection leaves the client time to send its body."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def close(self) -> None:
-        self._connection.close_behind_body()
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection.transport, name)
+        return getattr(self._transport, name)
 
 
 class Connection(HttpToolsProtocol):
@@ -85,6 +86,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        self._closing = _Closing(transport, self.close_behind_body)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -188,7 +190,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the request is refused")
         self._is_in_headers, self._is_in_body = False, True
         super().on_headers_complete()
-        self.cycle.transport = _Closing(self)  # type: ignore[assignment]
+        self.cycle.transport = self._closing  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
@@ -221,6 +223,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(0)
         self._unparsed.clear()
+        self._closing.close = self.transport.close  # answers would hold this connection otherwise, and it holds them
         super().connection_lost(exc)
 
     def _watch(self) -> None:
