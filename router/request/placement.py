@@ -29,11 +29,12 @@ class FirstTokens:
 
     Its sequences end there with one token, as far as the engine is concerned. Their readers do not see that end.
 
-    ends  of these sequences, by index
+    inboxes  what `wait` has found; what arrives later stays out of them, so that no end is seen before it is hidden
+    ends     of these sequences, by index
     """
 
     def __init__(self, stream: EngineStream) -> None:
-        self.inboxes = stream.inboxes
+        self.inboxes = [SequenceInbox() for _ in stream.inboxes]
         self.ends = [SequenceInbox() for _ in stream.inboxes]
         self._stream = stream
 
@@ -42,9 +43,13 @@ class FirstTokens:
         if not self._stream.live and not self._stream.has_output:
             raise HandedOver
         await self._stream.wait()
-        for inbox, end in zip(self.inboxes, self.ends, strict=True):
-            if inbox.ended is not None and inbox.ended.reason == engine_pb2.END_REASON_LENGTH:
-                end.ended, inbox.ended = inbox.ended, None
+        for inbox, end, arrived in zip(self.inboxes, self.ends, self._stream.inboxes, strict=True):
+            inbox.tokens, arrived.tokens = inbox.tokens + arrived.tokens, []
+            inbox.logprobs, arrived.logprobs = inbox.logprobs + arrived.logprobs, []
+            inbox.readings, arrived.readings = inbox.readings + arrived.readings, []
+            if (ended := arrived.ended) is not None:
+                seen = end if ended.reason == engine_pb2.END_REASON_LENGTH else inbox
+                seen.ended, arrived.ended = ended, None
 
     def abort(self, index: int | None = None) -> None:
         self._stream.abort(index)
