@@ -170,7 +170,8 @@ class EngineSettings(CommonSettings):
     threads: int | None = setting(
         None,
         "CPU threads that compute the model, at most four for each core of the machine.",
-        panel=ENGINE_MODEL, unit="threads", at_least=1, check=check_cores, shown_default="one per physical core",
+        panel=ENGINE_MODEL, unit="threads", at_least=1, check=check_cores,
+        shown_default="one per physical core, of those that the process may use",
     )  # fmt: skip
     tensor_parallel: int = setting(
         1,

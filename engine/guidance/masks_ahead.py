@@ -11,7 +11,6 @@ are is known once the model has computed. There only slow ones are computed ahea
 from __future__ import annotations
 
 import atexit
-import os
 import queue
 import threading
 import time
@@ -21,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import get_bitmask_shape
+
+from ...runtime.cores import usable_cores
 
 LONG_S = 3e-4  # a step's masks are computed ahead if they will take longer together: a lone stream's step takes 3 ms
 MOST_HERE_S = 1e-3  # where they are not, the loop's thread computes so many of a step, and other threads the rest
@@ -144,7 +145,7 @@ class MasksAhead:
         self._quick: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._slow: queue.SimpleQueue[Job] = queue.SimpleQueue()
         # As many threads as leave most cores to the model, and to the rest of the machine.
-        self._num_threads = max(1, min(8, (os.cpu_count() or 1) // 4))
+        self._num_threads = max(1, min(8, usable_cores() // 4))
         self._executor = LLExecutor(self._num_threads)
         self._at_work: list[threading.Lock] = []  # one a thread, which has it while it computes
         for work in (self._compute_together, *[self._compute_alone] * SLOW_THREADS):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....checkpoints.progress import Progress, no_progress
 from ....kernels import copy_blocks, keep_freed_memory, set_num_threads
+from ....runtime.cores import usable_cores
 from ....settings.engine import EngineConfig
 from ....settings.request import MAX_DRAFT_TOKENS
 from ...core.errors import ConfigError
@@ -57,11 +58,9 @@ class ModelRunner:
             raise ConfigError("--overlap on: a CPU has computed a step when it is launched")
         if config.kv_cache_dtype == "fp8":
             check_fp8("--kv-cache-dtype", torch.device("cpu"))
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        elif not share.is_whole:
-            torch.set_num_threads(max(1, torch.get_num_threads() // share.count))
-        set_num_threads(torch.get_num_threads())
+        num_threads = config.threads or max(1, min(torch.get_num_threads(), usable_cores()) // share.count)
+        torch.set_num_threads(num_threads)
+        set_num_threads(num_threads)
         loaded = load_for_serving(config, torch.device("cpu"), progress, share=share)
         keep_freed_memory()
 
