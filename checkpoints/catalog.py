@@ -12,7 +12,7 @@ from .files import MANIFEST, read_manifest
 from .folder import CheckpointError, check_folder, model_type_of
 from .gguf_import import check_linked, obtain_gguf_model, read_origin
 from .hub import HubModel, HubName, all_downloaded, downloaded, obtain_hub_model, remove_hub_model
-from .object_store import is_url, obtain_stored_folder
+from .object_store import is_url, name_in, obtain_stored_model
 from .package_models import PACKAGE_MODELS, SMOLLM2, Terms, accept, has_accepted, obtain_package_model
 from .progress import Progress, no_progress
 
@@ -41,8 +41,8 @@ def find_model(model: str, progress: Progress | None = None, refreshes: bool = F
     """Find a model's Hugging Face folder, importing the model first if necessary.
 
     model      a name of PACKAGE_MODELS, "synthetic", the name of an imported model, a folder, a .gguf file, a name on
-               the Hugging Face Hub ("org/name", or "org/name:Q4_K_M" for a .gguf file there), or the URL of a folder in
-               an object store
+               the Hugging Face Hub ("org/name", or "org/name:Q4_K_M" for a .gguf file there), or the URL of a folder or
+               a .gguf file in an object store
     refreshes  ask the Hub for a newer revision of what was downloaded
 
     Raises CheckpointError if there is no such model, or if it is broken, unsupported or cannot be fetched.
@@ -59,7 +59,7 @@ def _find(model: str, cache: Cache, progress: Progress, refreshes: bool) -> Foun
     if model == synthetic.NAME:
         return FoundModel(model, synthetic.obtain_synthetic_model(cache, progress))
     if is_url(model):
-        return FoundModel(model.rstrip("/").rsplit("/", 1)[-1], obtain_stored_folder(model, cache, progress))
+        return FoundModel(name_in(model), obtain_stored_model(model, cache, progress))
     path = Path(os.path.expanduser(model))
     if path.is_dir():
         return FoundModel(os.path.basename(os.path.abspath(path)), check_folder(path))

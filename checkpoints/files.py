@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -84,16 +84,20 @@ def link_or_copy(source: Path, target: Path) -> None:
 def seal(folder: Path, progress: Progress = no_progress, known: Mapping[str, str] | None = None) -> None:
     """Write the manifest of a finished folder and force everything in the folder to the disk.
 
-    known  SHA-256 of files that need not be read again, by name
+    known  SHA-256 of files that need not be read again, by their paths in the folder
     """
     digests = dict(known or {})
-    unread = [path for path in sorted(folder.iterdir()) if path.name not in digests]
-    digests |= {path.name: digest for path, digest in _checksums(unread, "Checksumming", progress)}
+    inside = sorted(folder.rglob("*"))
+    unread = [name for path in inside if path.is_file() and (name := str(path.relative_to(folder))) not in digests]
+    digests |= _checksums(folder, unread, "Checksumming", progress)
     records: dict[str, dict[str, object]] = {}
     for name, digest in sorted(digests.items()):
         records[name] = {"bytes": (folder / name).stat().st_size, "sha256": digest}
         if not (folder / name).is_symlink():
             sync(folder / name)
+    for path in inside:
+        if path.is_dir():
+            sync(path)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": FORMAT, "files": records}, indent=2) + "\n")
     sync(manifest)
@@ -135,17 +139,17 @@ def verify(folder: Path, progress: Progress = no_progress) -> None:
         if (size_bytes := path.stat().st_size) != record.size_bytes:
             raise CheckpointError(f"{path} has {size_bytes} bytes, not {record.size_bytes}")
     expected = {record.name: record.sha256 for record in records}
-    for path, digest in _checksums([folder / name for name in expected], "Verifying", progress):
-        if digest != expected[path.name]:
-            raise CheckpointError(f"{path} has SHA-256 {digest}, not {expected[path.name]}")
+    for name, digest in _checksums(folder, expected, "Verifying", progress):
+        if digest != expected[name]:
+            raise CheckpointError(f"{folder / name} has SHA-256 {digest}, not {expected[name]}")
 
 
-def _checksums(paths: list[Path], verb: str, progress: Progress) -> Iterator[tuple[Path, str]]:
-    total = sum(path.stat().st_size for path in paths)
-    before = 0
-    for path in paths:
-        yield path, sha256_of(path, partial(_report, progress, verb, before, total))
-        before += path.stat().st_size
+def _checksums(folder: Path, names: Collection[str], verb: str, progress: Progress) -> Iterator[tuple[str, str]]:
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    before, total = 0, sum(sizes.values())
+    for name, size_bytes in sizes.items():
+        yield name, sha256_of(folder / name, partial(_report, progress, verb, before, total))
+        before += size_bytes
 
 
 def _report(progress: Progress, verb: str, before: int, total: int, done: int) -> None:

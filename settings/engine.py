@@ -89,8 +89,8 @@ class CommonSettings(Settings):
 
     model: str = setting(
         "smollm2-135m-instruct",
-        "Model to serve: a name that `pagoda models` lists, a folder, a .gguf file, a name on the Hugging Face Hub or "
-        "the URL of a folder in an object store.",
+        "Model to serve: a name that `pagoda models` lists, a folder, a .gguf file, a name on the Hugging Face Hub, or "
+        "the URL of a folder or a .gguf file in an object store.",
         is_private=True,
     )
     grace_s: float = setting(

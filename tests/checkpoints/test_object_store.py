@@ -7,11 +7,15 @@ import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from pagoda_server.checkpoints import CheckpointError, find_model, list_models, object_store, verify
 from pagoda_server.checkpoints.cache import Cache
+from pagoda_server.checkpoints.folder import linked_gguf
 from pagoda_server.checkpoints.synthetic import obtain_synthetic_model
+from tests.checkpoints.tiny_gguf import tiny_model
 
 
 @pytest.fixture
@@ -63,6 +67,83 @@ def test_what_was_fetched_last_serves_while_the_store_is_away(stored: Path) -> N
         find_model(f"{url}-other")
 
 
+def test_files_in_subfolders_are_fetched_and_verified(stored: Path) -> None:
+    (stored / "1_Pooling").mkdir()
+    (stored / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    url = publish(stored, "config.json", "tokenizer.json", "1_Pooling/config.json")
+    sums = (stored / "SHA256SUMS").read_text().replace("  1_Pooling", "  ./1_Pooling")  # as `find` writes them
+    (stored / "SHA256SUMS").write_text(sums)
+    folder = find_model(url).folder
+    fetched = folder / "1_Pooling" / "config.json"
+    assert fetched.read_bytes() == (stored / "1_Pooling" / "config.json").read_bytes()
+    verify(folder)
+    fetched.write_text('{"pooling_mode": "last"}')
+    with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json has SHA-256"):
+        verify(folder)
+
+
+def test_a_gguf_file_at_a_url_is_fetched_alone_and_imported_once(stored: Path) -> None:
+    file = tiny_model("qwen2").write(stored / "mine.F32.gguf")
+    tiny_model("qwen2", seed=1).write(stored / "other.gguf")
+    url = f"{publish(stored, file.name, 'other.gguf')}/{file.name}"
+    found = find_model(url)
+    assert found.name == "mine.F32"
+    gguf = linked_gguf(found.folder)
+    assert gguf is not None
+    assert gguf.read_bytes() == file.read_bytes()
+    assert gguf.parent == found.folder.resolve(), "it is in the cache, and stays when the store goes"
+    verify(found.folder)
+    (stored / "other.gguf").write_bytes(b"another list, which has the same sum of this file")
+    publish(stored, file.name, "other.gguf")
+    file.unlink()
+    assert find_model(url).folder == found.folder
+    stored.rename(stored.with_name("away"))
+    assert find_model(url).folder == found.folder
+    assert [model.name for model in list_models()][-1] == found.folder.name
+
+
+def test_a_gguf_file_that_cannot_be_served_is_refused_by_its_name(stored: Path) -> None:
+    (stored / "broken.gguf").write_bytes(b"GGUF")
+    url = publish(stored, "broken.gguf")
+    with pytest.raises(CheckpointError, match=r"broken\.gguf"):
+        find_model(f"{url}/broken.gguf")
+    with pytest.raises(CheckpointError, match=r"does not list absent\.gguf"):
+        find_model(f"{url}/absent.gguf")
+    with pytest.raises(CheckpointError, match=r"lists no config\.json.*it lists broken\.gguf: give the URL of one"):
+        find_model(url)
+
+
+def test_a_store_in_memory_serves_as_well(stored: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    publish(stored)
+    memory.put(f"{stored}/", "/bucket/tiny/", recursive=True)
+    try:
+        verify(find_model("memory://bucket/tiny").folder)
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+def test_a_file_longer_than_its_store_says_is_not_read_to_its_end(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = publish(stored)
+    size = LocalFileSystem.size
+
+    def says(store: object, path: str) -> int | None:
+        return 3 if path.endswith("tokenizer.json") else size(store, path)
+
+    monkeypatch.setattr(LocalFileSystem, "size", says)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has more than 3 bytes, the size that its store says"):
+        find_model(url)
+    monkeypatch.setattr(LocalFileSystem, "size", lambda *_: None)
+    monkeypatch.setattr(object_store, "MAX_UNSIZED_BYTES", 8)
+    with pytest.raises(CheckpointError, match="has more than 8 bytes"):
+        find_model(url)
+    monkeypatch.setattr(LocalFileSystem, "size", lambda *_: 1 << 60)
+    with pytest.raises(CheckpointError, match=f"needs .* bytes; the disk of {stored.parent.parent / 'cache'}.* left"):
+        find_model(url)
+
+
 def test_a_file_that_differs_from_its_sum_is_refused_and_the_rest_is_kept_for_the_next_try(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,8 +168,14 @@ def test_a_file_that_differs_from_its_sum_is_refused_and_the_rest_is_kept_for_th
 @pytest.mark.parametrize(
     ("sums", "complaint"),
     [
-        (f"{'0' * 64}  ../config.json\n", "line 1: must be a SHA-256 and the name of a file"),
-        (f"{'0' * 64}  a/config.json\n", "line 1"),
+        (f"{'0' * 64}  ../config.json\n", "line 1: must be a SHA-256 and the path of a file"),
+        (f"{'0' * 64}  a/../../config.json\n", "line 1"),
+        (f"{'0' * 64}  /config.json\n", "line 1"),
+        (f"{'0' * 64}  a//config.json\n", "line 1"),
+        (f"{'0' * 64}  a/.hidden\n", "line 1"),
+        (f"{'0' * 64}  a/b/c/d/config.json\n", "line 1: .* in at most 3 folders"),
+        (f"{'0' * 64}  a\n{'1' * 64}  a/b/c\n", "lists a as a file and as a folder"),
+        (f"{'0' * 64}  tokenizer.json\n", "lists no config.json, as a model's folder has$"),
         (f"{'0' * 64}  .hidden\n", "line 1"),
         (f"{'0' * 64}  manifest.json\n", "line 1"),
         (f"{'0' * 64}  config.json\n{'1' * 64}  config.json\n", "line 2: must be .* each file once"),
@@ -96,7 +183,7 @@ def test_a_file_that_differs_from_its_sum_is_refused_and_the_rest_is_kept_for_th
         ("", "lists 0 files"),
         ("".join(f"{at:064x}  file-{at}\n" for at in range(4097)), "lists 4097 files; from 1 to 4096"),
         ("x" * ((1 << 20) + 1), "more than 1048576 bytes"),
-        (f"{'0' * 64}  absent.json\n", "cannot be fetched"),
+        (f"{'0' * 64}  config.json\n{'0' * 64}  absent.json\n", "cannot be fetched"),
     ],
 )
 def test_a_list_of_sums_that_is_wrong_is_refused_in_one_line(stored: Path, sums: str, complaint: str) -> None:
