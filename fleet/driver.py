@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,7 @@ class Driver:
         await self._routers.look()  # not at once: Ray's head answers one call after the other
         ready = {each.name: each for each in self._fleet.channels if each.takes_requests}
         self._engines.see(lambda each: each.name in ready and ready[each.name].address == each.address)
-        self._routers.see(lambda each: bool(each.address))
+        self._routers.see(lambda each: bool(each.address) and not each.report.silent_s)
         self._check_versions(ready)
         await self._end_hung()
         self._scale()
@@ -172,13 +173,14 @@ class Driver:
                 router.members = content
 
     async def _end_hung(self) -> None:
-        """Remove the hosts of engines that hang, which would never end by themselves. Others take their places."""
-        hung = self._hung.copy()
+        """Remove the hosts of what hangs, which would never end by itself. Others take their places."""
+        hung = [each for each in self._engines.live if Member(each.name, each.address) in self._hung]
+        hung += [each for each in self._routers.live if each.report.silent_s > self._config.hang_timeout_s]
         self._hung.clear()
-        for engine in self._engines.live:
-            if Member(engine.name, engine.address) in hung:
-                log.error("%s at %s hangs, and is ended", engine.name, engine.address)
-                await self._faults.attempt(self._hosts.remove(engine.name), engine.name)
+        for each in hung:
+            log.error("%s at %s hangs, and is ended", each.name, each.address)
+            if await self._faults.attempt(self._hosts.remove(each.name), each.name):
+                each.report = replace(each.report, silent_s=0.0)
 
     def _check_versions(self, ready: Mapping[str, EngineChannel]) -> None:
         """Give new engines up that routers would not use beside those that they shall replace."""

@@ -28,10 +28,12 @@ from ..router.engines.waiting import read_mark
 from ..runtime.authority import write_whole
 from ..settings import EngineConfig, ServeConfig, Settings
 from ..settings.router import FILE_PREFIX, environment_without_secrets
-from ..settings.sources import environment_without_settings
+from ..settings.sources import environment_without_settings, read_settings
+from .health import Health
 
 LOG_LINES = 50
 MEMBERS_OPTION = "--engine"  # of a router; it names the file of members
+CONFIG_OPTION = "--config"  # of a router; it names the file of its settings
 
 
 class State(StrEnum):
@@ -55,6 +57,7 @@ class Report:
     warning    what is wrong with the machine; empty: nothing is
     http       a router's URL of HTTP; empty: it has none
     mark       what a router writes while requests wait there for an engine
+    silent_s   how long a router has not answered its host
     """
 
     state: State = State.EMPTY
@@ -67,6 +70,7 @@ class Report:
     warning: str = ""
     http: str = ""
     mark: str = ""
+    silent_s: float = 0.0
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Report:
@@ -91,6 +95,7 @@ class Host:
         self._folder: Path | None = None
         self._address = self._http = ""
         self._is_draining = False
+        self._health: Health | None = None  # of a router that listens
         self._warning = warning
         self._log: deque[str] = deque(maxlen=LOG_LINES)
 
@@ -109,6 +114,7 @@ class Host:
     def _start(self, arguments: Sequence[str], files: Mapping[str, bytes], port: int, config: type[Settings]) -> None:
         if self._process is not None and self._process.poll() is None:
             return
+        self._end_health()
         self._remove_files()
         self._folder = Path(tempfile.mkdtemp(prefix="pagoda-engine-"))  # which no other user can enter
         self.update(files)
@@ -127,8 +133,9 @@ class Host:
             env=environment_without_settings(environment_without_secrets(), config),
             start_new_session=True,
         )
-        for read, stream in ((self._read_address, self._process.stdout), (self._read_log, self._process.stderr)):
-            threading.Thread(target=read, args=(stream,), daemon=True).start()
+        is_router = config is ServeConfig
+        threading.Thread(target=self._read_address, args=(self._process.stdout, is_router), daemon=True).start()
+        threading.Thread(target=self._read_log, args=(self._process.stderr,), daemon=True).start()
 
     def update(self, files: Mapping[str, bytes]) -> None:
         """Replace files of the child, by option."""
@@ -161,6 +168,7 @@ class Host:
             warning=self._warning,
             http=self._http,
             mark=mark,
+            silent_s=self._health.silent_s if self._health is not None else 0.0,
         )
         return asdict(report) | {"state": str(state), "log": log}
 
@@ -173,17 +181,23 @@ class Host:
 
     def close(self) -> None:
         """Kill the child, and remove its files."""
+        self._end_health()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._remove_files()
 
+    def _end_health(self) -> None:
+        if self._health is not None:
+            self._health.close()
+            self._health = None
+
     def _remove_files(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _read_address(self, printed: IO[str]) -> None:
+    def _read_address(self, printed: IO[str], is_router: bool) -> None:
         """Find the address in the first line that has one; a router tells its URL there, too."""
         for line in printed:
             words = line.split()
@@ -196,6 +210,13 @@ class Host:
                 if not self._address:
                     check_address(address, can_be_shm=False, lowest_port=1)
                     self._address, self._http = address, http
+                    if is_router:
+                        self._health = Health(address, has_tls=self._has_tls())
+
+    def _has_tls(self) -> bool:
+        """Whether the router's file of settings gives it a certificate."""
+        path = self._folder / CONFIG_OPTION.lstrip("-") if self._folder is not None else None
+        return path is not None and path.exists() and "tls_cert" in read_settings(path, ServeConfig)
 
     def _read_log(self, logged: IO[str]) -> None:
         for line in logged:

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 
 from pagoda.v1 import inference_pb2_grpc
 from pagoda_server import installed_version
@@ -361,6 +362,28 @@ async def test_routers_are_placed_and_follow_the_engines(tmp_path: Path, hosts: 
         for router in driver.routers.values():
             await answered(router.address, "and after an upgrade")
     assert not hosts.placed
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_router_that_hangs_is_ended_and_replaced(has_tls: bool, tmp_path: Path, hosts: HereHosts) -> None:
+    settings: dict[str, Any] = {"engines": "0", "routers": 1, "hang_timeout_s": 2.0}
+    if has_tls:
+        made = trustme.CA().issue_cert("router.example.org")
+        made.cert_chain_pems[0].write_to_path(tmp_path / "router.pem")
+        made.private_key_pem.write_to_path(tmp_path / "router.key")
+        config = tmp_path / "router.toml"
+        config.write_text(f'tls_cert = "{tmp_path}/router.pem"\ntls_key = "{tmp_path}/router.key"\n')
+        settings["router_config"] = str(config)
+    async with driving(tmp_path / "fleet", hosts, **settings) as driver:
+        await until(lambda: [each.state for each in driver.routers.values()] == ["serving"])
+        before = driver.routers["router-1"].report
+        await asyncio.sleep(5)
+        assert driver.routers["router-1"].report == before, "one without engines answers, and stays"
+        os.kill(before.pid, signal.SIGSTOP)
+        await until(lambda: driver.routers["router-1"].report.pid not in (0, before.pid))
+        await until(lambda: [each.state for each in driver.routers.values()] == ["serving"])
+        with pytest.raises(ProcessLookupError):
+            os.kill(before.pid, 0)
 
 
 async def test_a_router_keeps_its_engines_while_its_host_is_silent(tmp_path: Path, hosts: HereHosts) -> None:
