@@ -7,7 +7,7 @@ Sources: AutoAWQ (gemm), GPTQModel, compressed-tensors, and transformers' integr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,35 +41,50 @@ _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "na
 class StoredQuantized:
     """A matrix [out, in], or a bias [out], made of several tensors.
 
-    read       makes rows of it: `Groups` if it has a grouping, else float32 [rows, in]
+    read       makes some rows and inputs of it: `Groups` where these are whole groups of the grouping, else float32.
+               Inputs begin and end at multiples of 32, if the matrix does not end before
     shared_by  how many are made of the same tensors
+    first      its first input, of those that `read` knows
     """
 
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
-    read: Callable[[Rows], Any]
+    read: Callable[[Rows, slice], Any]
     grouping: Grouping | None = None
     encoding: str = "F32"
     is_quantized: bool = True
     shared_by: int = 1
+    first: int = 0
 
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts) // self.shared_by
 
     def groups(self, rows: Rows) -> Groups:
-        found: Groups = self.read(rows)
+        found: Groups = self._read(rows)
         return found
 
     def whole(self, rows: Rows) -> NDArray[Any]:
-        found: NDArray[Any] = self.read(rows)
-        return found if self.grouping is None else self.read(rows).dequantize(self.grouping)
+        found: NDArray[Any] | Groups = self._read(rows)
+        if isinstance(found, Groups):
+            assert self.grouping is not None
+            return found.dequantize(self.grouping)
+        return found
+
+    def _read(self, rows: Rows) -> Any:
+        return self.read(rows, slice(self.first, self.first + self.shape[-1]))
 
     def blocks(self, rows: Rows) -> None:
         return None
 
     def columns(self, part: slice) -> StoredTensor:
-        return StoredColumns(self, part)
+        size = INT4.group
+        start, stop = part.start // size * size, min(-(-part.stop // size) * size, self.shape[1])
+        cut = replace(self, shape=(self.shape[0], stop - start), first=self.first + start)
+        if (grouping := self.grouping) is not None and (start % grouping.group or stop % grouping.group):
+            cut = replace(cut, grouping=None)
+        inner = slice(part.start - start, part.stop - start)
+        return cut if inner == slice(0, stop - start) else StoredColumns(cut, inner)
 
     def release(self) -> None:
         for part in self.parts:
@@ -199,22 +214,32 @@ class _Source:
 _FLOATS = "F32", "F16", "BF16"
 
 
+def _elements(stored: StoredTensor, rows: Rows, columns: Rows) -> NDArray[Any]:
+    """Some elements of a matrix, of whose file nothing else is read. Rows or columns, or both, are a slice."""
+    found: NDArray[Any] = stored.whole(slice(None))[rows, columns]
+    return found
+
+
 def _awq(source: _Source, module: str) -> StoredQuantized:
     """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]: (code - zero) * scale."""
     codes, zeros = source.matrix(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
     scales = source.array(f"{module}.scales", *_FLOATS)
     in_size, out_size = codes.shape[0], 8 * codes.shape[1]
-    repeat = _repeats(module, in_size, scales, (-1, out_size), zeros, out_size // 8)
+    group = _group(module, in_size, scales, (-1, out_size), zeros, out_size // 8)
 
-    def unpacked(words: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[np.uint8]:
-        """[…, rows], the codes of some outputs."""
-        found: NDArray[np.uint8] = (words.view(np.uint32)[:, rows // 8] >> _AWQ_SHIFTS[rows % 8] & 15).astype(np.uint8)
-        return found
-
-    def read(rows: Rows) -> Groups:
+    def read(rows: Rows, inputs: slice) -> Groups:
         index = np.arange(out_size)[rows]
-        scale = scales[:, index].T.astype(np.float32)
-        return _four_bits(unpacked(codes.whole(slice(None)), index).T, scale, unpacked(zeros, index).T, repeat)
+        words, place = np.unique(index // 8, return_inverse=True)
+        shifts = _AWQ_SHIFTS[index % 8]
+
+        def unpacked(found: NDArray[Any]) -> NDArray[np.uint8]:
+            """[rows, …], the codes in these words."""
+            of_row: NDArray[np.uint8] = (found.view(np.uint32)[:, place] >> shifts & 15).astype(np.uint8)
+            return of_row.T
+
+        groups = _groups(inputs, group)
+        scale = scales[:, index][groups].T.astype(np.float32)
+        return _four_bits(unpacked(_elements(codes, inputs, words)), scale, unpacked(zeros[:, words][groups]))
 
     return StoredQuantized((out_size, in_size), (codes,), read, INT4)
 
@@ -229,8 +254,8 @@ def _gptq(source: _Source, module: str) -> StoredQuantized:
     codes, zeros = source.matrix(f"{module}.qweight", "I32"), source.array(f"{module}.qzeros", "I32")
     scales = source.array(f"{module}.scales", *_FLOATS)
     in_size, out_size = codes.shape[0] * 32 // bits, codes.shape[1]
-    repeat = _repeats(module, in_size, scales, (-1, out_size), zeros, out_size * bits // 32)
-    group_of_input = np.arange(in_size) // (in_size // len(scales))
+    group = _group(module, in_size, scales, (-1, out_size), zeros, out_size * bits // 32)
+    group_of_input = np.arange(in_size) // group
     is_in_order = True
     if source.has(f"{module}.g_idx"):
         given = source.array(f"{module}.g_idx", "I32")
@@ -241,19 +266,16 @@ def _gptq(source: _Source, module: str) -> StoredQuantized:
     elif source.config.get("desc_act") and len(scales) > 1:
         raise CheckpointError(f"tensor {quoted(module)}.g_idx is missing, but desc_act is set")
     first_version = source.config.get("checkpoint_format", "gptq") == "gptq"
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    mask = np.uint32((1 << bits) - 1)
-    unpacked_zeros = (zeros.view(np.uint32)[..., None] >> shifts & mask).reshape(len(zeros), -1).astype(np.int32)
-    unpacked_zeros += first_version
+    unpacked_zeros = _unpacked(zeros, bits).astype(np.int32) + first_version
 
-    def read(rows: Rows) -> Groups | NDArray[np.float32]:
-        words = codes.whole(slice(None)).view(np.uint32)[:, rows]
-        values = (words.T[..., None] >> shifts & mask).astype(np.uint8).reshape(words.shape[1], -1)
-        scale, zero = scales[:, rows].T.astype(np.float32), unpacked_zeros[:, rows].T
+    def read(rows: Rows, inputs: slice) -> Groups | NDArray[np.float32]:
+        values = _unpacked(_elements(codes, _words(inputs, bits), rows).T, bits)
+        groups = _groups(inputs, group) if is_in_order else group_of_input[inputs]
+        scale, zero = scales[:, rows][groups].T.astype(np.float32), unpacked_zeros[:, rows][groups].T
         if not is_in_order:
-            found: NDArray[np.float32] = (values - zero[:, group_of_input]) * scale[:, group_of_input]
-            return found.astype(np.float32)
-        return _four_bits(values, scale, zero, repeat) if bits == 4 else _eight_bits(values, scale, zero, repeat)
+            found: NDArray[np.float32] = ((values - zero) * scale).astype(np.float32)
+            return found
+        return _four_bits(values, scale, zero) if bits == 4 else _eight_bits(values, scale, zero)
 
     grouping = (INT4 if bits == 4 else Grouping(8, has_minimum=True)) if is_in_order else None
     return StoredQuantized((out_size, in_size), (codes,), read, grouping)
@@ -274,25 +296,35 @@ def _packed(source: _Source, module: str) -> StoredQuantized:
         )
     bits = 32 * words.shape[1] // in_size
     source.require("weights of as many bits as", bits, 4, 8)
-    repeat = _repeats(module, in_size, scales.T, (-1, out_size))
-    shifts, mask = np.arange(0, 32, bits, dtype=np.uint32), np.uint32((1 << bits) - 1)
+    group = _group(module, in_size, scales.T, (-1, out_size))
     zeros = np.full(scales.shape, 1 << bits - 1, np.int32)
     if source.has(f"{module}.weight_zero_point"):
-        packed = source.array(f"{module}.weight_zero_point", "I32").view(np.uint32)
+        packed = source.array(f"{module}.weight_zero_point", "I32")
         if packed.shape != (-(-out_size * bits // 32), scales.shape[1]):
             raise CheckpointError(
                 f"tensor {quoted(module)}.weight_zero_point does not fit the scales' {list(scales.shape)}"
             )
-        zeros = (packed[:, None] >> shifts[:, None] & mask).reshape(-1, packed.shape[1])[:out_size].astype(np.int32)
+        zeros = _unpacked(packed.T, bits).T[:out_size].astype(np.int32)
 
-    def read(rows: Rows) -> Groups:
-        codes = words.whole(rows).view(np.uint32)
-        values = (codes[..., None] >> shifts & mask).astype(np.uint8).reshape(len(codes), -1)
-        scale = scales[rows].astype(np.float32)
-        return (_four_bits if bits == 4 else _eight_bits)(values, scale, zeros[rows], repeat)
+    def read(rows: Rows, inputs: slice) -> Groups:
+        values = _unpacked(_elements(words, rows, _words(inputs, bits)), bits)
+        groups = _groups(inputs, group)
+        scale = scales[rows][:, groups].astype(np.float32)
+        return (_four_bits if bits == 4 else _eight_bits)(values, scale, zeros[rows][:, groups])
 
     grouping = INT4 if bits == 4 else Grouping(8, has_minimum=True)
     return StoredQuantized((out_size, in_size), (words,), read, grouping)
+
+
+def _words(inputs: slice, bits: int) -> slice:
+    """The words of 32 bits that hold the codes of some inputs."""
+    return slice(inputs.start * bits // 32, inputs.stop * bits // 32)
+
+
+def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
+    """[rows, codes], from words [rows, words] whose first code is in the lowest bits."""
+    shifts, mask = np.arange(0, 32, bits, dtype=np.uint32), np.uint32((1 << bits) - 1)
+    return (words.view(np.uint32)[..., None] >> shifts & mask).astype(np.uint8).reshape(len(words), -1)
 
 
 # The projections whose rows alternate in each tensor of the experts.
@@ -334,11 +366,13 @@ def _mxfp4_rows(blocks: StoredPart, scales: StoredPart, turn: slice) -> StoredQu
     """Rows that lie in turn with others, of codes [out, groups, 16] and exponents [out, groups]."""
     order = np.arange(blocks.shape[0])[turn]
 
-    def read(rows: Rows) -> Groups:
-        pairs = blocks.whole(order[rows])
+    def read(rows: Rows, inputs: slice) -> Groups:
+        groups = slice(inputs.start // INT4.group, inputs.stop // INT4.group)
+        pairs = _elements(blocks, order[rows], groups)
         codes = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(len(pairs), -1, 2, INT4.group // 2)
         # Twice a code's value is in the table, hence a half.
-        return Groups(codes[..., 0, :] | codes[..., 1, :] << 4, powers_of_two(scales.whole(order[rows]), -128))
+        exponents = powers_of_two(_elements(scales, order[rows], groups), -128)
+        return Groups(codes[..., 0, :] | codes[..., 1, :] << 4, exponents)
 
     shape = len(order), INT4.group * blocks.shape[1]
     return StoredQuantized(shape, (blocks, scales), read, Grouping(4, table=MXFP4_VALUES), shared_by=turn.step)
@@ -347,7 +381,7 @@ def _mxfp4_rows(blocks: StoredPart, scales: StoredPart, turn: slice) -> StoredQu
 def _bias_rows(bias: StoredPart, turn: slice) -> StoredQuantized:
     order = np.arange(bias.shape[0])[turn]
 
-    def read(rows: Rows) -> NDArray[np.float32]:
+    def read(rows: Rows, _: slice) -> NDArray[np.float32]:
         values = bias.whole(order[rows])
         return widened(values) if bias.encoding == "BF16" else values.astype(np.float32)
 
@@ -367,9 +401,9 @@ def _compressed(source: _Source, module: str) -> StoredQuantized:
     if in_size % 32:
         raise CheckpointError(f"tensor {quoted(module)}.weight has {in_size} inputs, which is no multiple of 32")
 
-    def read(rows: Rows) -> Groups:
-        values = stored.whole(rows)
-        repeated = np.repeat(scales[rows].astype(np.float16), in_size // 32, axis=1)
+    def read(rows: Rows, inputs: slice) -> Groups:
+        values = _elements(stored, rows, inputs)
+        repeated = np.repeat(scales[rows].astype(np.float16), values.shape[1] // 32, axis=1)
         return Groups(values.reshape(len(values), -1, 32), repeated)
 
     return StoredQuantized(stored.shape, (stored,), read, Grouping(8))
@@ -401,20 +435,18 @@ def _fp8(source: _Source, module: str) -> StoredQuantized:
 def _float8(stored: StoredTensor, group: int, factors: Callable[[Rows], NDArray[Any]]) -> StoredQuantized:
     """A matrix whose rows have a factor for each group of inputs, the last of which may have fewer."""
     in_size = stored.shape[1]
-    if group == in_size or in_size % group == group % INT4.group == 0:
+    is_grouped = group == in_size or in_size % group == group % INT4.group == 0
 
-        def read(rows: Rows) -> Groups:
-            values = stored.whole(rows)
-            return Groups(values.reshape(len(values), -1, group), factors(rows).astype(np.float32))
-
-        return StoredQuantized(stored.shape, (stored,), read, Grouping(8, group, is_float=True))
-
-    def read_whole(rows: Rows) -> NDArray[np.float32]:
-        scales = factors(rows).astype(np.float32).repeat(group, axis=1)[:, :in_size]
-        found: NDArray[np.float32] = FLOAT8_VALUES[stored.whole(rows)] * scales
+    def read(rows: Rows, inputs: slice) -> Groups | NDArray[np.float32]:
+        values, scales = _elements(stored, rows, inputs), factors(rows).astype(np.float32)
+        if is_grouped and not (inputs.start % group or inputs.stop % group):
+            of_groups = scales[:, inputs.start // group : inputs.stop // group]
+            return Groups(values.reshape(len(values), -1, group), of_groups)
+        found: NDArray[np.float32] = FLOAT8_VALUES[values] * scales[:, np.arange(inputs.start, inputs.stop) // group]
         return found
 
-    return StoredQuantized(stored.shape, (stored,), read_whole)
+    grouping = Grouping(8, group, is_float=True) if is_grouped else None
+    return StoredQuantized(stored.shape, (stored,), read, grouping)
 
 
 def _scales_of_rows(source: _Source, module: str, name: str) -> NDArray[Any]:
@@ -428,7 +460,7 @@ def _scales_of_rows(source: _Source, module: str, name: str) -> NDArray[Any]:
     return np.broadcast_to(scales.reshape(-1, 1), (out_size, 1))
 
 
-def _repeats(
+def _group(
     module: str,
     in_size: int,
     scales: NDArray[Any],
@@ -436,7 +468,7 @@ def _repeats(
     zeros: NDArray[Any] | None = None,
     width: int = 0,
 ) -> int:
-    """How many of our groups share a scale of the file's. Raises CheckpointError if that is no whole number."""
+    """How many inputs share a scale in the file. Raises CheckpointError if these are not whole groups of ours."""
     groups = scales.shape[0] if scales.ndim else 0
     if scales.shape != (groups, shape[1]) or (zeros is not None and zeros.shape != (groups, width)):
         raise CheckpointError(f"{quoted(module)}: its scales and zeros have other shapes than its weight")
@@ -445,24 +477,27 @@ def _repeats(
             f"{quoted(module)}: {in_size} inputs have {groups} groups;"
             f" groups of a multiple of {INT4.group} are supported"
         )
-    return in_size // groups // INT4.group
+    return in_size // groups
 
 
-def _four_bits(codes: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[Any], repeat: int) -> Groups:
-    """(code - zero) * scale, from codes [rows, in], and scales and zeros [rows, groups of the file]."""
+def _groups(inputs: slice, group: int) -> NDArray[np.intp]:
+    """For each group of ours in some inputs, the number of the file's group, of `group` inputs, that it is part of."""
+    return np.arange(inputs.start, inputs.stop, INT4.group) // group
+
+
+def _four_bits(codes: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[Any]) -> Groups:
+    """(code - zero) * scale, from codes [rows, in], and scales and zeros [rows, groups]."""
     halves = codes.reshape(len(codes), -1, 2, INT4.group // 2)
-    return Groups(halves[..., 0, :] | halves[..., 1, :] << 4, *_scales_and_minimums(scales, zeros, repeat))
+    return Groups(halves[..., 0, :] | halves[..., 1, :] << 4, *_scales_and_minimums(scales, zeros))
 
 
-def _eight_bits(codes: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[Any], repeat: int) -> Groups:
+def _eight_bits(codes: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[Any]) -> Groups:
     values = (codes ^ 128).view(np.int8).reshape(len(codes), -1, INT4.group)  # code - 128
-    return Groups(values, *_scales_and_minimums(scales, zeros.astype(np.int32) - 128, repeat))
+    return Groups(values, *_scales_and_minimums(scales, zeros.astype(np.int32) - 128))
 
 
-def _scales_and_minimums(
-    scales: NDArray[Any], zeros: NDArray[Any], repeat: int
-) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+def _scales_and_minimums(scales: NDArray[Any], zeros: NDArray[Any]) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
     with np.errstate(over="ignore"):
         rounded = scales.astype(np.float16)
         minimums = (-zeros.astype(np.float32) * rounded.astype(np.float32)).astype(np.float16)
-    return rounded.repeat(repeat, axis=1), minimums.repeat(repeat, axis=1)
+    return rounded, minimums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -130,16 +130,19 @@ class StoredPart:
 
     expert         which part of a tensor [experts, …] it is; None: all of a tensor
     is_transposed  a matrix there is [in, out]
+    inputs         of a matrix, the ones that it has; None: all of them
     """
 
     stored: StoredTensor
     expert: int | None = None
     is_transposed: bool = False
+    inputs: slice | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
-        return shape[::-1] if self.is_transposed else shape
+        shape = shape[::-1] if self.is_transposed else shape
+        return shape if self.inputs is None else (shape[0], self.inputs.stop - self.inputs.start)
 
     @property
     def num_bytes(self) -> int:
@@ -161,19 +164,20 @@ class StoredPart:
         raise NotImplementedError("a part of a tensor has no groups")
 
     def whole(self, rows: Rows) -> NDArray[Any]:
-        if self.expert is not None:
-            whole = self.stored.whole(slice(self.expert, self.expert + 1))[0]
-        elif self.is_transposed:
+        if self.expert is None:
             whole = self.stored.whole(slice(None))
         else:
-            whole, rows = self.stored.whole(rows), slice(None)
-        return np.ascontiguousarray(whole.T[rows]) if self.is_transposed else whole[rows]
+            whole = self.stored.whole(slice(self.expert, self.expert + 1))[0]
+        whole = whole.T if self.is_transposed else whole
+        found = whole[rows] if self.inputs is None else whole[rows, self.inputs]
+        return np.ascontiguousarray(found) if self.is_transposed else found
 
     def blocks(self, rows: Rows) -> None:
         return None
 
     def columns(self, part: slice) -> StoredTensor:
-        return StoredColumns(self, part)
+        first = 0 if self.inputs is None else self.inputs.start
+        return replace(self, inputs=slice(first + part.start, first + part.stop))
 
     def release(self) -> None:
         self.stored.release()

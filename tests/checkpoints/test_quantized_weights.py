@@ -16,10 +16,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from pagoda_server.checkpoints import CheckpointError
 from pagoda_server.checkpoints.stored import Grouping
 from pagoda_server.checkpoints.weight_files import open_weights
-from tests.checkpoints.quantized_tensors import pack_words
+from tests.checkpoints.quantized_tensors import AWQ_ORDER, pack_words
 
 OUT, IN = 24, 128
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def folder(tmp_path: Path, tensors: dict[str, Tensor], quantization: dict[str, Any]) -> Path:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
-from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints import quantized_weights, resolve
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.engine.core.adapter import Adapter
@@ -20,12 +24,22 @@ from pagoda_server.engine.models.share import Share
 from pagoda_server.engine.runners import load
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.settings import EngineConfig
+from tests.checkpoints.quantized_tensors import FORMATS, random_matrix
 from tests.checkpoints.tiny_gguf import tiny_model
 from tests.engine.lora import random_pairs, with_adapter, write_adapter
 from tests.engine.test_adapters import modules_of
 from tests.engine.test_speculation import needs_native
 from tests.engine.thread_ranks import ThreadRanks
-from tests.engine.tiny_models import BLOCK_SIZE, MODELS, ShuffledBlocks, load_runner, random_prompt, saved_model
+from tests.engine.tiny_models import (
+    BLOCK_SIZE,
+    MODELS,
+    VOCAB_SIZE,
+    ShuffledBlocks,
+    load_runner,
+    random_prompt,
+    save_model,
+    saved_model,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -118,6 +132,45 @@ def test_ranks_keep_the_groups_of_a_file_or_make_the_same(
     expected = logits_of(alone)
     for found in ranks.run(lambda share: logits_of(runners[share.rank])):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("form", FORMATS)
+def test_ranks_read_each_code_of_a_quantized_checkpoint_once(
+    form: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantization, kind = FORMATS[form]
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64}
+    save_model(LlamaConfig(**sizes, **heads), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors |= random_matrix(form, name.removesuffix(".weight"), *tensors.pop(name).shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    num_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith(f"_proj.{kind}"))
+
+    elements, read = quantized_weights._elements, list[int]()
+
+    def counting(*args: Any) -> Any:
+        read.append((found := elements(*args)).nbytes)
+        return found
+
+    monkeypatch.setattr(quantized_weights, "_elements", counting)
+    settings, ranks = settings_of(tmp_path, quantization="none"), ThreadRanks(count)
+    alone = ModelRunner(settings)
+    assert sum(read) == num_bytes
+    runners, parts = list[ModelRunner](), list[int]()
+    for share in ranks.shares:
+        read.clear()
+        runners.append(ModelRunner(settings, share=share))
+        parts.append(sum(read))
+    assert sum(parts) == num_bytes
+    assert max(parts) < num_bytes / count * 1.4, "three KV heads make one and two on two ranks"
+    expected = logits_of(alone)
+    for found in ranks.run(lambda share: logits_of(runners[share.rank])):
+        check_close(found, expected)
 
 
 @needs_native
