@@ -1,11 +1,12 @@
 """`python -m bench.roles`: goodput of engines with roles ÷ that of engines for everything, in simulated time.
 
 Each engine is the server's own scheduler, with its pacing, its cost model, its prefix cache and its arrivals from other
-engines. Given are the time of a step, as that of an 8B model on a large GPU, and the bandwidth of a link in front of
-each decode engine, which brings the blocks; a lender's copies cost nothing. Goodput is the highest rate of arrivals at
-which 90 % of the requests meet both targets: their time to the first token, and their mean time a token after it. The
-engines for everything hold the second one with `--target-itl-ms`; those with roles have the best of the splits that are
-near balance.
+engines. Given are the time of a step, as that of an 8B model on a large GPU or of a small one on two cores of a CPU,
+and the bandwidth of a link in front of each decode engine, which brings the blocks; a lender's copies cost nothing.
+Goodput is the highest rate of arrivals at which 90 % of the requests meet both targets: their time to the first token,
+and their mean time a token after it. They arrive at engines that have served others and know what a step takes. The
+engines for everything hold the second target with `--target-itl-ms`; those with roles have the best of the splits that
+are near balance.
 """
 
 from __future__ import annotations
@@ -40,13 +41,31 @@ from pagoda_server.engine.kv.blocks import BlockPool
 from pagoda_server.engine.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 64, 5000, 4000
-KV_BYTES = 131_072  # a token, of an 8B model in 16 bits
-LOAD_S = 0.0002  # a block from host memory to the device
+WARMING = 2  # requests for each engine before those that count
 MET = 0.9  # the part of the requests that meets its targets at the goodput
 STEPS = 5  # of the search for it: each halves the interval
 WORKLOADS = ((1024, 256), (2048, 128), (4096, 64), (8192, 32))  # prompt and output
 TARGETS_MS = (15, 20, 30, 60)
 WINS, LOSES = 1.1, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """
+    kv_bytes  of a token's keys and values
+    load_s    for a block from host memory to the device
+    """
+
+    machine: Machine
+    kv_bytes: int
+    load_s: float
+
+
+HARDWARE = {
+    "gpu": Hardware(Machine(), kv_bytes=131_072, load_s=0.0002),
+    # The default model in int4 on two cores with AVX-512 VNNI, from "A step" of docs/performance.md.
+    "cpu": Hardware(Machine(0, 64, 512, base_s=0.0024, decode_s=0.00053, token_s=0.00037), 23_040, load_s=0.0004),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +106,7 @@ class Setup:
     itl_s            target for the mean time a token takes after the first
     ttft_s           target for the time to the first token
     bytes_per_s      of the link to each decode engine
+    hardware         of each engine, in HARDWARE
     """
 
     engines: int
@@ -96,6 +116,7 @@ class Setup:
     itl_s: float
     ttft_s: float
     bytes_per_s: float
+    hardware: str = "gpu"
 
 
 class Link:
@@ -103,8 +124,8 @@ class Link:
 
     rows: Any = None  # no bytes are moved
 
-    def __init__(self, bytes_per_s: float, clock: Callable[[], float], wakes: Callable[[float], None]) -> None:
-        self._block_s = BLOCK_SIZE * KV_BYTES / bytes_per_s
+    def __init__(self, block_s: float, clock: Callable[[], float], wakes: Callable[[float], None]) -> None:
+        self._block_s = block_s
         self._clock, self._wakes = clock, wakes
         self._free_at = 0.0
         self._coming: list[tuple[float, Done]] = []
@@ -127,7 +148,7 @@ class Link:
 class Engine:
     """The server's scheduler in simulated time."""
 
-    machine: Machine
+    hardware: Hardware
     itl_s: float | None
     bytes_per_s: float
     wakes: Callable[[float, Engine], None]
@@ -141,6 +162,7 @@ class Engine:
         def clock() -> float:
             return self.now
 
+        block_s = BLOCK_SIZE * self.hardware.kv_bytes / self.bytes_per_s
         self.scheduler = Scheduler(
             BlockPool(NUM_BLOCKS, BLOCK_SIZE),
             max_num_seqs=self.machine.max_num_seqs,
@@ -149,8 +171,12 @@ class Engine:
             clock=clock,
             target_itl_s=self.itl_s,
             num_host_blocks=NUM_HOST_BLOCKS,
-            peers=Link(self.bytes_per_s, clock, lambda at: self.wakes(at, self)),
+            peers=Link(block_s, clock, lambda at: self.wakes(at, self)),
         )
+
+    @property
+    def machine(self) -> Machine:
+        return self.hardware.machine
 
     @property
     def cost_s(self) -> float:
@@ -179,13 +205,14 @@ class Engine:
         num_decodes = sum(chunk.length == 1 for chunk in plan.chunks)
         machine = self.machine
         seconds = machine.base_s + machine.decode_s * num_decodes + machine.token_s * (plan.num_tokens - num_decodes)
-        return plan, now + seconds + LOAD_S * len(plan.loads)
+        return plan, now + seconds + self.hardware.load_s * len(plan.loads)
 
     def end(self, plan: StepPlan, now: float) -> Iterator[tuple[Asked, bool]]:
         """Commit a step; yield the requests that have got a token, with whether they have ended here."""
         self.now = now
         tokens = [2 if chunk.samples else -1 for chunk in plan.chunks]
-        self.scheduler.commit(plan, Sampled(tokens, [None] * len(tokens), copied_s=LOAD_S * len(plan.loads)))
+        copied_s = self.hardware.load_s * len(plan.loads)
+        self.scheduler.commit(plan, Sampled(tokens, [None] * len(tokens), copied_s=copied_s))
         output = self.scheduler.take_output()
         ended = {each.seq.id for each in output.ended}
         for number in output.sequences:
@@ -201,13 +228,14 @@ class Engine:
 class Simulation:
     """Requests that arrive at a rate, and the engines of a setup."""
 
-    def __init__(self, setup: Setup, machine: Machine | None = None) -> None:
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._events: list[tuple[float, int, Engine | None, StepPlan | None, Asked | None]] = []
         self._numbers = itertools.count()
         itl_s = None if setup.prefill else setup.itl_s
+        hardware = HARDWARE[setup.hardware]
         self.engines = [
-            Engine(machine or Machine(), itl_s, setup.bytes_per_s, lambda at, engine: self._push(at, engine))
+            Engine(hardware, itl_s, setup.bytes_per_s, lambda at, engine: self._push(at, engine))
             for _ in range(setup.engines)
         ]
 
@@ -216,14 +244,28 @@ class Simulation:
 
     def run(self, rate: float, seconds: float, seed: int = 0) -> float:
         """Return the part of the requests that meet their targets; 0 as soon as too many have missed them."""
-        setup, rng, now = self._setup, random.Random(seed), 0.0
-        asked: list[Asked] = []
-        while (now := now + rng.expovariate(rate)) < seconds or len(asked) < 20:
-            asked.append(Asked(len(asked), now, setup.prompt_len, setup.output_len))
-            self._push(now, None, asked=asked[-1])
+        setup, rng = self._setup, random.Random(seed)
+
+        def asked(number: int, at: float) -> Asked:
+            return Asked(number, at, setup.prompt_len, setup.output_len)
+
+        warming = [asked(number, 0.0) for number in range(WARMING * setup.engines)]
+        self._serve(warming, may_miss=len(warming))
+        now = begun = max(engine.now for engine in self.engines)
+        counted: list[Asked] = []
+        while (now := now + rng.expovariate(rate)) < begun + seconds or len(counted) < 20:
+            counted.append(asked(len(warming) + len(counted), now))
+        if not self._serve(counted, may_miss=int((1 - MET) * len(counted))):
+            return 0.0
+        return sum(each.meets(setup.ttft_s, setup.itl_s) for each in counted) / len(counted)
+
+    def _serve(self, asked: Sequence[Asked], may_miss: int) -> bool:
+        """Serve these requests; return False as soon as more than `may_miss` have missed a target."""
+        setup = self._setup
+        for each in asked:
+            self._push(each.arrived, None, asked=each)
         for_prompts = self.engines[: setup.prefill] or self.engines
         for_answers = self.engines[setup.prefill :]
-        may_miss = int((1 - MET) * len(asked))
         while self._events:
             now, _, engine, plan, new = heapq.heappop(self._events)
             if new is not None:
@@ -238,10 +280,10 @@ class Simulation:
                         decoder = min(for_answers, key=lambda other: other.cost_s)
                         self._give(decoder, each, now, each.output_len, has_begun=True)
             if may_miss < 0:
-                return 0.0
+                return False
             if plan is not None or engine.is_idle:
                 self._step(engine, now)
-        return sum(each.meets(setup.ttft_s, setup.itl_s) for each in asked) / len(asked)
+        return True
 
     def _give(self, engine: Engine, asked: Asked, now: float, max_tokens: int, *, has_begun: bool) -> None:
         engine.add(asked, now, max_tokens, has_begun=has_begun)
@@ -258,7 +300,7 @@ def goodput(setup: Setup, seconds: float) -> float:
 
     seconds  in which requests arrive; as long as two requests may take, if that is more
     """
-    machine = Machine()
+    machine = HARDWARE[setup.hardware].machine
     seconds = max(seconds, 2 * setup.output_len * setup.itl_s)
     busy_s = setup.prompt_len * machine.token_s
     busy_s += setup.output_len * (machine.decode_s + machine.base_s / machine.max_num_seqs)
@@ -292,7 +334,7 @@ class Cell:
 
 def splits(setup: Setup) -> list[int]:
     """How many engines may be for prompts: as their work asks for, one fewer, and one more."""
-    machine = Machine()
+    machine = HARDWARE[setup.hardware].machine
     batch = min(machine.max_num_seqs, max(1.0, (setup.itl_s - machine.base_s) / machine.decode_s))
     prefill_s = setup.prompt_len * machine.token_s
     decode_s = setup.output_len * (machine.decode_s + machine.base_s / batch)
@@ -345,18 +387,22 @@ def _draw_map(axis: Axes, cells: Sequence[Cell]) -> AxesImage:
 
 def main(
     output: Annotated[Path, typer.Argument(help="Folder for roles.json and roles.png.")],
+    hardware: Annotated[str, typer.Option(help=f"Of an engine: {' or '.join(HARDWARE)}.")] = "gpu",
+    targets_ms: Annotated[list[float] | None, typer.Option(help="For the mean time that a token takes.")] = None,
     engines: Annotated[list[int] | None, typer.Option(help="Engines in all, 2 and 8 by default.")] = None,
     ttft_s: Annotated[float, typer.Option(help="Target for the time to the first token, in seconds.")] = 1.0,
     gb_per_s: Annotated[float, typer.Option(help="Bandwidth of the link to each decode engine.")] = 25.0,
     seconds: Annotated[float, typer.Option(help="Least simulated time in which requests arrive.")] = 5.0,
     workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
 ) -> None:
+    if hardware not in HARDWARE:
+        raise typer.BadParameter(f"{hardware} is none of {', '.join(HARDWARE)}", param_hint="--hardware")
     output.mkdir(parents=True, exist_ok=True)
     setups = [
-        Setup(count, 0, prompt_len, output_len, itl_ms / 1e3, ttft_s, gb_per_s * 1e9)
+        Setup(count, 0, prompt_len, output_len, itl_ms / 1e3, ttft_s, gb_per_s * 1e9, hardware)
         for count in engines or (2, 8)
         for prompt_len, output_len in WORKLOADS
-        for itl_ms in TARGETS_MS
+        for itl_ms in targets_ms or TARGETS_MS
     ]
     found = []
     with ProcessPoolExecutor(workers) as pool:
@@ -371,7 +417,8 @@ def main(
                 flush=True,
             )
     (output / "roles.json").write_text(json.dumps([asdict(each) for each in found], indent=1))
-    draw(found, f"First token within {ttft_s:g} s, links of {gb_per_s:g} GB/s", output / "roles.png")
+    title = f"{hardware.upper()}: first token within {ttft_s:g} s, links of {gb_per_s:g} GB/s"
+    draw(found, title, output / "roles.png")
 
 
 if __name__ == "__main__":

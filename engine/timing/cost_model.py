@@ -190,8 +190,10 @@ class CostModel:
         return self._steps.added_s(StepLoad.of_chunk(start, end - start))
 
     def _is_copy_faster(self, num_copies: int, start: int, end: int) -> bool:
-        """Copies are tried before anything is known of them."""
-        if self._block_copy_s is None or num_copies * self._block_copy_s <= self.chunk_s(start, end):
+        """Copies are tried before anything is known of them, or of prompts: some engines only decode."""
+        if self._block_copy_s is None or not self._prompt_step_s:
+            return True
+        if num_copies * self._block_copy_s <= self.chunk_s(start, end):
             return True
         self._block_copy_s *= COPY_AGEING
         return False

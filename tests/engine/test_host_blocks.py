@@ -312,6 +312,19 @@ def test_the_faster_way_is_learned_from_steps() -> None:
     assert 5 < refusals < 30, "a measurement that speaks against copies does not last for ever"
 
 
+def test_copies_are_tried_while_no_prompt_has_been_computed() -> None:
+    now = 0.0
+    costs = CostModel(512, lambda: now)
+    seq = Sequence(0, [1] * 500, Request(500), SamplingParams())
+    for length in (1, 1, 1, 100):
+        assert costs.is_worth_loading(1000, 0, 500)
+        costs.scheduled(after_idle=True)
+        now += 0.01 + 0.001 * length + 0.003 * 5
+        plan = StepPlan([Chunk(seq, 0, length, samples=True)], loads=[(at, at) for at in range(5)])
+        costs.committed(plan, 0.003 * 5)
+    assert not costs.is_worth_loading(1000, 0, 500)
+
+
 def test_settings_of_host_memory_are_checked() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(SettingError, match="--host-kv-gb must be from 0 to 1000000000"):
