@@ -67,9 +67,10 @@ def _answer_all(runner: ModelRunner, leader: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    code = EXIT_FAILURE
     try:
         code = main()
     except BaseException:
         traceback.print_exc()
-        code = EXIT_FAILURE
-    os._exit(code)  # nothing is left to do, and gloo may wait for ranks that have ended
+    finally:  # even if there is no memory left to print with
+        os._exit(code)  # nothing is left to do, and gloo may wait for ranks that have ended
