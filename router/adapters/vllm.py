@@ -134,6 +134,8 @@ class VllmEngine:
         return vllm.AbortResponse()
 
     async def _model_info(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
+        if (why := self._inference.models.refusal()) is not None:  # this protocol has no word for what is not known
+            raise why
         model = (await self._control.ListModels(control_pb2.ListModelsRequest(), context)).models[0]
         return vllm.GetModelInfoResponse(
             model_path=model.name,
@@ -200,7 +202,7 @@ class VllmEngine:
             async with ClientWriter(context, self._stall_timeout_s) as writer:
                 await writer.write(cleared(number))  # type: ignore[arg-type]  # a call takes its own method's messages
                 for channel in self._model.engines.channels:
-                    channel.tell_blocks()
+                    channel.ask_for_blocks()
                 while True:
                     change = await subscription.next()
                     for batch in batches(change, number + 1):

@@ -16,38 +16,30 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 
 from ...runtime.channel_trust import ChannelTrust
+from ...runtime.restarts import PROVEN_S
 from ...settings.engine import Role
 from ..errors import EngineLost, Unavailable
 from .block_events import BlockEvents
 from .cached_keys import CachedBits, CachedKeys
-from .checking import Checks
 from .choosing import Asked
+from .connection import Connection, EngineHangs
 from .group import Identity, may_continue
 from .handshake import NotTrusted
 from .held_adapters import HeldAdapters
 from .questions import Questions
-from .refusals import PROVEN_S, InvalidMessage, Standing, WrongEngine
+from .refusals import InvalidMessage, Standing, WrongEngine
 from .sequences import Sequences
 from .stream import EngineStream, Wakeups
-from .transport import EngineLink, transport_to
+from .transport import Transport, transport_to
 
 log = logging.getLogger("pagoda.router")
 
 WRONG_ENGINE_PAUSE_S = 5.0  # the engine answers, so each attempt costs both ends a connection
 RETRY_AFTER_S = (0.1, 30.0)  # the least and the most that is suggested to a client when an engine is away
-# Seconds between two pings, or this part of a short hang timeout. A hang is noticed two pings late at most.
-PING_S, PING_PART = 1.0, 1 / 32
-# An engine becomes suspect after so many seconds without an answer, or this part of a short hang timeout.
-SUSPECT_S, SUSPECT_PART = 1.0, 1 / 8
 RECONNECT_SPAWNED_S = 0.02  # an engine that this server has started listens on this host, and each start waits for it
 RECONNECT_S = 0.1  # an attempt is cheap on one host or to a near one, and finds a restarted engine at once
 
-
 _ROLES: dict[int, Role] = {engine_pb2.ROLE_PREFILL: "prefill", engine_pb2.ROLE_DECODE: "decode"}
-
-
-class EngineHangs(Exception):
-    """The engine's loop has answered nothing for the hang timeout."""
 
 
 class EngineChannel:
@@ -104,17 +96,15 @@ class EngineChannel:
         self.identified_at = -math.inf
         self.standing = Standing()
         self.sequences = Sequences(wakeups or Wakeups())
-        self.questions = Questions(self._post_if_ready)
+        self.questions = Questions(self._post)
         self._hang_timeout_s = hang_timeout_s
-        self._ping_s = min(PING_S, PING_PART * hang_timeout_s)
-        self._suspect_s = min(SUSPECT_S, SUSPECT_PART * hang_timeout_s)
         self._patience_s = patience_s
         self._check = check
         self._admit = admit
         self._on_change = on_change
         self._on_hang = on_hang
         self._is_supervised = is_supervised
-        self._checks = Checks()  # of the connection
+        self._connection: Connection | None = None  # once the engine has greeted
         self._offers_cache = False  # it can report what its prefix cache holds
         self._wants_cache = False
         self._offers_blocks = False  # the same of its blocks
@@ -127,10 +117,6 @@ class EngineChannel:
         self.cached: CachedKeys | None = None  # while it reports that
         self._cached_bits = CachedBits() if cached_bits is None else cached_bits
         self._trust = trust
-        self._link: EngineLink | None = None
-        self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
-        self._answers_pings = False  # an engine of an earlier version does not; see _ask
-        self._owes_answer_since: float | None = None  # None: its loop has answered everything
         self._away_since = time.monotonic()
         self._last_absence_s = 0.0
         self._logged = ""  # the last reason logged for its absence
@@ -151,8 +137,7 @@ class EngineChannel:
     @property
     def is_suspect(self) -> bool:
         """Whether the engine's loop is late with an answer: it computes a long step, or hangs."""
-        since = self._owes_answer_since
-        return since is not None and time.monotonic() - since > self._suspect_s
+        return self._connection is not None and self._connection.is_suspect
 
     @property
     def away_s(self) -> float:
@@ -197,13 +182,13 @@ class EngineChannel:
             self._ask_for_cache()
 
     def _ask_for_cache(self) -> None:
-        if self._wants_cache and self._offers_cache and self._link is not None:
-            self._post(engine_pb2.RouterMessage(follow_cache=engine_pb2.FollowCache()))
+        if self._wants_cache and self._offers_cache and self._connection is not None:
+            self._connection.post(engine_pb2.RouterMessage(follow_cache=engine_pb2.FollowCache()))
 
-    def tell_blocks(self) -> None:
+    def ask_for_blocks(self) -> None:
         """Have the engine report all blocks that its prefix cache holds, and every change, if somebody wants that."""
-        if self._block_events.is_wanted and self._offers_blocks and self._link is not None:
-            self._post(engine_pb2.RouterMessage(follow_blocks=engine_pb2.FollowBlocks()))
+        if self._block_events.is_wanted and self._offers_blocks and self._connection is not None:
+            self._connection.post(engine_pb2.RouterMessage(follow_blocks=engine_pb2.FollowBlocks()))
 
     def submit(
         self,
@@ -216,8 +201,7 @@ class EngineChannel:
         on_start  called whenever one of its sequences starts to be computed, and when one ends
         asked     what has decided that this engine gets it; None: that is not known
         """
-        if not self.is_ready:
-            raise Unavailable("the engine is not ready")
+        connection = self._ready_connection()
         stream = self.sequences.add(
             submit.sampling.n,
             len(submit.prompt) - (asked.num_cached if asked else 0),
@@ -231,7 +215,7 @@ class EngineChannel:
         submit.ClearField("lender")  # of another engine that had the request before
         if asked is not None and asked.lender is not None and self.block_layout:
             submit.lender.address, submit.lender.num_tokens = asked.lender
-        self._post(engine_pb2.RouterMessage(submit=submit))
+        connection.post(engine_pb2.RouterMessage(submit=submit))
         return stream
 
     def abort(self, sequences: list[int]) -> None:
@@ -240,67 +224,80 @@ class EngineChannel:
             self._post(engine_pb2.RouterMessage(abort=engine_pb2.Abort(sequences=known)))
 
     def forget(self, stream: EngineStream) -> None:
-        self._checks.forgets(self.sequences.forget(stream))
-
-    def _post_if_ready(self, message: engine_pb2.RouterMessage) -> None:
-        if not self.is_ready:
-            raise Unavailable("the engine is not ready")
-        self._post(message)
+        numbers = self.sequences.forget(stream)
+        if self._connection is not None:
+            self._connection.checks.forgets(numbers)
 
     def _post(self, message: engine_pb2.RouterMessage) -> None:
-        """Send a message to an engine that has greeted. What finds no room waits; admission bounds it."""
-        assert self._link is not None, "the link comes with the engine's hello"
-        self._checks.sends(message)
-        if not (self._outgoing.empty() and self._link.is_free and self._link.try_write(message)):
-            self._outgoing.put_nowait(message)
+        """Send a message. Raises Unavailable unless the engine is ready."""
+        self._ready_connection().post(message)
+
+    def _ready_connection(self) -> Connection:
+        if self._connection is None or not self.is_ready:
+            raise Unavailable("the engine is not ready")
+        return self._connection
 
     # -- the stream -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keeps the stream open until cancelled. Raises ConfigError for an address that cannot work here."""
+        """Keep the stream open until cancelled. Raises ConfigError for an address that cannot work here.
+
+        Any other exception has failed the streams when it is raised; the channel can run again.
+        """
         transport = transport_to(self.address, self._trust)
         try:
             while True:
-                pause_s = RECONNECT_S
-                self._checks = Checks()
                 try:
-                    await self._converse(await transport.connect())
-                    self._log_away(ConnectionError("it has closed the connection"))
-                    pause_s = self._pause_after_death()
-                except OSError as error:
-                    self._log_away(error)
-                    pause_s = self._pause_after_death()
-                except EngineHangs:
-                    if self._is_supervised or transport.is_connected:
-                        self._log_hang()
-                    else:
-                        self._log_away(TimeoutError(f"no connection within {self._hang_timeout_s:g} s"))
-                    pause_s = self._pause_after_fault()
-                    self._on_hang()
-                except InvalidMessage as error:
-                    self._log_refused(error)
-                    pause_s = self._pause_after_fault()
-                except (WrongEngine, NotTrusted) as error:
-                    self._log_refused(error)
-                    pause_s = WRONG_ENGINE_PAUSE_S
+                    pause_s = await self._use(transport)
                 finally:
                     await self._lose()
                 await asyncio.sleep(pause_s)
         finally:
             await transport.close()
 
+    async def _use(self, transport: Transport) -> float:
+        """Connect to the engine and use it until it is lost. Return the pause before the next attempt, in seconds."""
+        has_greeted = False
+        try:
+            connection = Connection(
+                await transport.connect(), self.label, self._hang_timeout_s, lambda: len(self.sequences) > 0
+            )
+            try:
+                await self._converse(connection)
+            finally:
+                has_greeted = connection.checks.has_greeted
+                connection.close()
+            self._log_away(ConnectionError("it has closed the connection"))
+            return self._pause_after_death(has_greeted)
+        except OSError as error:
+            self._log_away(error)
+            return self._pause_after_death(has_greeted)
+        except EngineHangs:
+            if self._is_supervised or transport.is_connected:
+                self._log_hang()
+            else:
+                self._log_away(TimeoutError(f"no connection within {self._hang_timeout_s:g} s"))
+            self._on_hang()
+            return self._pause_after_fault()
+        except InvalidMessage as error:
+            self._log_refused(error)
+            return self._pause_after_fault()
+        except (WrongEngine, NotTrusted) as error:
+            self._log_refused(error)
+            return WRONG_ENGINE_PAUSE_S
+
     def _pause_after_fault(self) -> float:
         self.standing.served(self._served_s)
-        return RECONNECT_SPAWNED_S if self._is_supervised else self.standing.strike(RECONNECT_S)
+        return RECONNECT_SPAWNED_S if self._is_supervised else self.standing.strike()
 
-    def _pause_after_death(self) -> float:
+    def _pause_after_death(self, has_greeted: bool) -> float:
         """One that greets and dies young again and again gets a growing pause; one that has not come up gets none."""
         self.standing.served(self._served_s)
         if self._is_supervised:
             return RECONNECT_SPAWNED_S
-        if self.says_goodbye or not self._checks.has_greeted or self._served_s >= PROVEN_S:
+        if self.says_goodbye or not has_greeted or self._served_s >= PROVEN_S:
             return RECONNECT_S
-        return self.standing.strike(RECONNECT_S, is_first_free=True)
+        return self.standing.strike(RECONNECT_S)
 
     @property
     def _served_s(self) -> float:
@@ -336,74 +333,55 @@ class EngineChannel:
             log.error("the engine at %s hangs: %s", self.label, reason)
         self._logged = reason
 
-    async def _converse(self, link: EngineLink) -> None:
+    async def _converse(self, connection: Connection) -> None:
+        """Take what the engine sends until it closes the connection."""
         hello: control_pb2.EngineInfo | None = None
-        helpers: list[asyncio.Task[None]] = []
-        watch: asyncio.Task[None] | None = None
-        try:
-            while (message := await self._read(link)) is not None:
-                self._checks.check(message)
-                if not self._answers_pings:
-                    self._owes_answer_since = None
-                match message.WhichOneof("message"):
-                    case "step":
-                        self.sequences.deliver(message.step)
-                    case "pong":
-                        self._owes_answer_since = None
-                        if hello and not self.is_ready:
-                            await self._become_ready(hello)
-                    case "hello":
-                        model = self._check(message.hello)
-                        if model != self.model:
-                            self.model, self.identity = model, None
-                        self._offers_cache, self._offers_blocks = message.follows_cache, message.follows_blocks
-                        self.block_layout, self.role = message.block_layout, _ROLES.get(message.role, "both")
-                        hello, self._answers_pings = message.hello, message.answers_pings
-                        self._link, self._outgoing = link, asyncio.Queue()
-                        watch = asyncio.create_task(self._watch(link))
-                        helpers += [watch, asyncio.create_task(self._send(link, self._outgoing))]
-                        self._ask()
+        while (message := await connection.read()) is not None:
+            match message.WhichOneof("message"):
+                case "step":
+                    self.sequences.deliver(message.step)
+                case "pong":
+                    if hello and not self.is_ready:
+                        await self._become_ready(hello)
+                case "hello":
+                    hello = message.hello
+                    self._take_hello(message, connection)
+                    if not message.answers_pings:
+                        await self._become_ready(hello)
+                case "goodbye":
+                    await self._note_goodbye()
+                case "cache_flushed":
+                    self.questions.flushed(message.cache_flushed)
+                case "cache_snapshot" if hello is not None and self._wants_cache:
+                    if self.cached is None:
+                        self.cached = CachedKeys(hello, self._cached_bits)
+                    self.cached.take_snapshot(message.cache_snapshot)
+                case "cache_delta" if self.cached is not None:
+                    if not self.cached.take_delta(message.cache_delta):
                         self._ask_for_cache()
-                        self.tell_blocks()
-                        if self.held.greet(message):
-                            self._post(engine_pb2.RouterMessage(follow_adapters=engine_pb2.FollowAdapters()))
-                        if not self._answers_pings:
-                            await self._become_ready(hello)
-                    case "goodbye":
-                        await self._note_goodbye()
-                    case "cache_flushed":
-                        self.questions.flushed(message.cache_flushed)
-                    case "cache_snapshot" if hello is not None and self._wants_cache:
-                        if self.cached is None:
-                            self.cached = CachedKeys(hello, self._cached_bits)
-                        self.cached.take_snapshot(message.cache_snapshot)
-                    case "cache_delta" if self.cached is not None:
-                        if not self.cached.take_delta(message.cache_delta):
-                            self._ask_for_cache()
-                    case "cached_blocks" if hello is not None:
-                        self._block_events.take(self.number, self.model, message.cached_blocks)
-                    case "adapter_answer":
-                        self.questions.adapter_answered(message.adapter_answer)
-                    case "adapters":
-                        self.held.report(message.adapters)
-                        self._on_adapters(self)
-                    case "trace":
-                        self.questions.traced(message.trace)
-        finally:
-            for helper in helpers:
-                helper.cancel()
-            link.close()
-        if watch is not None and watch.done():
-            raise EngineHangs
+                case "cached_blocks" if hello is not None:
+                    self._block_events.take(self.number, self.model, message.cached_blocks)
+                case "adapter_answer":
+                    self.questions.adapter_answered(message.adapter_answer)
+                case "adapters":
+                    self.held.report(message.adapters)
+                    self._on_adapters(self)
+                case "trace":
+                    self.questions.traced(message.trace)
 
-    async def _read(self, link: EngineLink) -> engine_pb2.EngineMessage | None:
-        if self._checks.has_greeted:
-            return await link.read()
-        try:
-            async with asyncio.timeout(self._hang_timeout_s):
-                return await link.read()
-        except TimeoutError:
-            raise EngineHangs from None
+    def _take_hello(self, message: engine_pb2.EngineMessage, connection: Connection) -> None:
+        """Note what an engine is, and ask for what it can report. Raises WrongEngine, and what `check` raises."""
+        model = self._check(message.hello)
+        if model != self.model:
+            self.model, self.identity = model, None
+        self._offers_cache, self._offers_blocks = message.follows_cache, message.follows_blocks
+        self.block_layout, self.role = message.block_layout, _ROLES.get(message.role, "both")
+        self._connection = connection
+        connection.greeted(answers_pings=message.answers_pings)
+        self._ask_for_cache()
+        self.ask_for_blocks()
+        if self.held.greet(message):
+            connection.post(engine_pb2.RouterMessage(follow_adapters=engine_pb2.FollowAdapters()))
 
     async def _become_ready(self, info: control_pb2.EngineInfo) -> None:
         self.identity, self.identified_at = Identity.of(info), time.monotonic()
@@ -431,48 +409,18 @@ class EngineChannel:
             cache.total_bytes / 1e9, cache.num_blocks, cache.block_size, cache.token_capacity, cache.bytes_per_token,
         )  # fmt: skip
 
-    async def _send(self, link: EngineLink, outgoing: asyncio.Queue[engine_pb2.RouterMessage]) -> None:
-        try:
-            while True:
-                await link.write(await outgoing.get())
-        except ConnectionError as error:
-            log.warning("cannot write to the engine at %s: %s", self.label, error)
-            link.close()
-
-    async def _watch(self, link: EngineLink) -> None:
-        """Ask the engine for a sign of its loop, again and again. Close the link when it hangs."""
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(self._ping_s)
-            now = time.monotonic()
-            if self._owes_answer_since is None:
-                self._ask()
-                continue
-            self._owes_answer_since += now - before - self._ping_s  # when this process stood still, it read no answer
-            if now - self._owes_answer_since > self._hang_timeout_s:
-                link.close()
-                return
-
-    def _ask(self) -> None:
-        """Ask for an answer of the engine's loop. For an engine that does not know pings, any message is one."""
-        if self._answers_pings:
-            self._post(engine_pb2.RouterMessage(ping=engine_pb2.Ping(takes_goodbye=True)))
-        if self._answers_pings or len(self.sequences):
-            self._owes_answer_since = time.monotonic()
-
     async def _lose(self) -> None:
-        """Fail every request, flush and trace of a stream that has closed."""
-        was_ready, info, self.info, self._link = self.is_ready, self.info, None, None
-        self._owes_answer_since, self._answers_pings = None, False
+        """Fail every request, flush and trace of a stream that has closed: first, so that no later fault keeps them."""
+        was_ready, info, self.info, self._connection = self.is_ready, self.info, None, None
+        has_left, self.says_goodbye = self.says_goodbye, False
+        self.sequences.lose(lambda: EngineLost(info, has_left=has_left))
+        self.questions.lose()
         if was_ready:
             self._away_since = time.monotonic()
-        if self.cached is not None:
-            self.cached.close()
-            self.cached = None
+        cached, self.cached = self.cached, None
+        if cached is not None:
+            cached.close()
         self._block_events.lose(self.number)
         self.held.lose()
-        self.sequences.lose(lambda: EngineLost(info, has_left=self.says_goodbye))
-        self.says_goodbye = False
-        self.questions.lose()
         if was_ready:
             await self._on_change()

@@ -21,9 +21,10 @@ from pagoda_server.channel.shm import ShmServer
 from pagoda_server.router.engines import checking
 from pagoda_server.router.engines.channel import RECONNECT_S, EngineChannel
 from pagoda_server.router.engines.checking import IDLE_MESSAGES, MAX_TRACE_BYTES, Checks
-from pagoda_server.router.engines.refusals import LONGEST_PAUSE_S, PROVEN_S, InvalidMessage, Standing
+from pagoda_server.router.engines.refusals import InvalidMessage, Standing
 from pagoda_server.router.engines.stream import Wakeups
 from pagoda_server.router.errors import Unavailable
+from pagoda_server.runtime.restarts import LONGEST_PAUSE_S, PROVEN_S
 
 Message = engine_pb2.EngineMessage
 EPOCH = 7
@@ -354,11 +355,11 @@ def test_what_an_honest_engine_says_passes(checks: Checks) -> None:
 @pytest.mark.usefixtures("virtual_time")
 async def test_a_pause_grows_with_each_fault_until_the_engine_has_served_for_a_minute() -> None:
     standing = Standing()
-    assert [standing.strike(RECONNECT_S) for _ in range(7)] == [1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert [standing.strike() for _ in range(7)] == [1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     standing.served(PROVEN_S - 1)
-    assert standing.strike(RECONNECT_S) == LONGEST_PAUSE_S
+    assert standing.strike() == LONGEST_PAUSE_S
     standing.served(PROVEN_S)
-    assert [standing.strike(RECONNECT_S, is_first_free=True) for _ in range(3)] == [RECONNECT_S, 1, 2]
+    assert [standing.strike(RECONNECT_S) for _ in range(3)] == [RECONNECT_S, 1, 2]
 
 
 @pytest.mark.usefixtures("virtual_time")
