@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
+from .restarts import keep_running
+
 POLL_S = 0.25
 
 Stamps: TypeAlias = tuple[tuple[int, ...] | None, ...]
@@ -84,8 +86,12 @@ def wait_until_read(
 async def follow(followed: Followed[Content], error_type: type[Exception], log: logging.Logger) -> None:
     """Read the files whenever they have changed, once they rest: a program that writes them may do so in parts.
 
-    An exception of `error_type` is logged, and the content stays as it was.
+    An exception of `error_type` is logged, and the content stays as it was. So it does after any other exception.
     """
+    await keep_running(f"the reader of {followed.name}", partial(_follow, followed, error_type, log), log)
+
+
+async def _follow(followed: Followed[Content], error_type: type[Exception], log: logging.Logger) -> None:
     last = followed.seen
     while True:
         await asyncio.sleep(POLL_S)

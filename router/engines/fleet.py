@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from pagoda.v1 import control_pb2
 
+from ...runtime.restarts import keep_running
 from ...settings.engine import Role
-from ..errors import Unavailable
+from ..errors import ConfigError, Unavailable
 from .channel import RETRY_AFTER_S, EngineChannel
 from .choosing import Asked, Chooser, LeastLoaded
 
@@ -208,7 +209,9 @@ class Fleet(Engines):
             if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
                 self._failed.set_exception(error)
 
-        self._tasks[channel] = asyncio.create_task(channel.run())
+        name = f"the channel to the engine at {channel.label}"
+        running = keep_running(name, channel.run, log, channel.standing, fatal=(ConfigError,))
+        self._tasks[channel] = asyncio.create_task(running)
         self._tasks[channel].add_done_callback(end)
 
     def _part(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ...channel.address import check_address, check_distinct, check_engine_name, named_address
 from ...runtime import followed
+from ...runtime.restarts import keep_running
 from ...settings.router import DNS_PREFIX, FILE_PREFIX
 from ..errors import ConfigError
 from .fleet import Fleet, Member
@@ -70,6 +71,9 @@ class NamesLookup:
         """Do nothing: the name may not be known yet."""
 
     async def follow(self) -> None:
+        await keep_running(f"the look-up of {self._host}", self._follow, log)
+
+    async def _follow(self) -> None:
         while True:
             try:
                 found = await followed.in_daemon(self._addresses)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...runtime import followed
+from ...runtime.restarts import keep_running
 from ...settings.router import FILE_PREFIX
 from ..errors import Unavailable
 
@@ -127,7 +128,8 @@ class Waiting:
 
     def _ask(self) -> None:
         if self._mark is not None and self.is_on and self._marking is None:
-            self._marking = asyncio.create_task(self._keep_marking(self._mark))
+            marking = keep_running("the call for an engine", partial(self._keep_marking, self._mark), log)
+            self._marking = asyncio.create_task(marking)
 
     async def _keep_marking(self, mark: Path) -> None:
         fault = ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pagoda.v1 import control_pb2
 
+from ...runtime.restarts import keep_running
 from ...settings import ServeConfig
 from ...settings.engine import weights_of_tenants
 from ...settings.router import named_loras
@@ -184,7 +185,7 @@ class Router:
                 parts.append(self._tenants.follow)
             parts += [self._wait_for_retirement, self._serve]
             if self._tally:
-                parts.append(self._tally.watch_loop)
+                parts.append(partial(keep_running, "the clock of the event loop", self._tally.watch_loop, log))
             async with self._running(parts):
                 await self._stop.wait()
                 if self._is_retired:

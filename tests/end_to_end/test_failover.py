@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,16 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, *arguments: str, count: int = 3, engine: tuple[str, ...] = ENGINE) -> Iterator[Fleet]:
+def fleet(
+    folder: Path, *arguments: str, count: int = 3, engine: tuple[str, ...] = ENGINE, inside: Sequence[str] = ()
+) -> Iterator[Fleet]:
     addresses = [f"{'shm' if at % 2 else 'unix'}:{folder / str(at)}.sock" for at in range(count)]
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(running_engine(address, *engine)) for address in addresses]
         server = stack.enter_context(
-            running_server(*engine[:2], "--engine", ",".join(addresses), "--http", "127.0.0.1:0", *arguments)
+            running_server(
+                *engine[:2], "--engine", ",".join(addresses), "--http", "127.0.0.1:0", *arguments, inside=inside
+            )
         )
         found = Fleet(engines, server)
         found.wait_for(count)
@@ -358,3 +362,40 @@ async def test_ten_engines_are_replaced_one_after_the_other_under_200_streams(tm
             is_over.set()
             await asyncio.gather(*clients)
         assert done > 400
+
+
+FAULTY = """
+import os
+import pathlib
+
+from pagoda_server.router.engines.sequences import Sequences
+
+deliver, faults = Sequences.deliver, pathlib.Path(os.environ["FAULTS"])
+
+
+def deliver_or_fail(self, step):
+    if len(self) and faults.exists():
+        faults.unlink()
+        raise KeyError("nobody foresaw this")
+    deliver(self, step)
+
+
+Sequences.deliver = deliver_or_fail
+"""
+
+
+async def test_an_exception_that_nobody_foresaw_ends_the_connection_of_one_engine_alone(tmp_path: Path) -> None:
+    faults, hooks = tmp_path / "faults", tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(FAULTY)  # which Python imports as the router starts
+    requests = [request(f"stream {at}", TOKENS) for at in range(16)]
+    with fleet(tmp_path, count=2, inside=("env", f"PYTHONPATH={hooks}", f"FAULTS={faults}")) as found:
+        streams = await streams_through(found.server, requests, faults.touch)
+        assert [stream.error for stream in streams] == [None] * len(requests)
+        for at, stream in enumerate(streams):
+            assert Answer(stream.responses).ids() == expected_tokens(f"stream {at}".encode(), TOKENS, VOCAB)
+        counts = [line.split()[-1] for line in metrics(found.server) if line.startswith("pagoda_failovers_total")]
+        assert 0 < sum(map(float, counts)) < len(requests), "the streams of the other engine stay there"
+        found.wait_for(2)
+        log = found.server.log.read_text()
+    assert log.count("the channel to the engine at") == log.count("KeyError: 'nobody foresaw this'") == 1

@@ -16,7 +16,9 @@ import pytest
 from pagoda_server.router.engines.choosing import ByPrefix
 from pagoda_server.router.engines.fleet import EnginesOf, Fleet, Member
 from pagoda_server.router.engines.membership import MAX_ENGINES, MAX_FILE_BYTES, membership, read_members
+from pagoda_server.router.engines.refusals import Standing
 from pagoda_server.router.errors import ConfigError, Unavailable
+from pagoda_server.runtime import followed, restarts
 from tests.router.fleets import fleet_of
 
 
@@ -39,7 +41,9 @@ class Channel:
     is_followed: bool = False
     error: Exception | None = None
     is_open: bool = False
+    num_runs: int = 0
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+    standing: Standing = field(default_factory=Standing)
 
     @property
     def takes_requests(self) -> bool:
@@ -49,7 +53,7 @@ class Channel:
         self.is_followed = True
 
     async def run(self) -> None:
-        self.is_open = True
+        self.is_open, self.num_runs = True, self.num_runs + 1
         try:
             await self.failed.wait()
             assert self.error is not None
@@ -191,6 +195,24 @@ async def test_a_channel_that_cannot_work_ends_the_fleet() -> None:
     assert not any(each.is_open for each in made)
 
 
+async def test_an_exception_in_a_channel_ends_that_channel_alone_and_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "LONGEST_PAUSE_S", 0.01)
+    fleet, (good, bad) = joining("a:1", "b:1")
+    bad.error = KeyError("nobody foresaw this")
+    bad.failed.set()
+    running = asyncio.create_task(fleet.run())
+    await until(lambda: bad.num_runs >= 3)
+    bad.failed.clear()
+    await until(lambda: bad.is_open and good.is_open)
+    assert good.num_runs == 1
+    assert not running.done()
+    (line,) = [each for each in caplog.records if "the channel to the engine" in each.getMessage()]
+    assert line.exc_info
+    running.cancel()
+
+
 # -- who belongs to it -------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +222,32 @@ def test_a_list_names_engines_or_counts_them() -> None:
     assert [(each.name, each.address) for each in fleet.channels] == [
         ("0", "unix:/tmp/a=b"), ("blue", "host:1"), ("2", "shm:@x"),
     ]  # fmt: skip
+
+
+async def test_a_file_is_followed_on_after_an_exception_that_nobody_foresaw(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "LONGEST_PAUSE_S", 0.01)
+    works, num_left = followed.in_daemon, 3
+
+    async def fails(work: Any) -> Any:
+        nonlocal num_left
+        if (num_left := num_left - 1) >= 0:
+            raise RuntimeError("can't start new thread")
+        return await works(work)
+
+    path = tmp_path / "engines.json"
+    path.write_text('{"engines": []}')
+    fleet, _ = joining()
+    source = membership(f"file:{path}", fleet)
+    source.load()
+    monkeypatch.setattr(followed, "in_daemon", fails)
+    following = asyncio.create_task(source.follow())
+    path.write_text('{"engines": [{"address": "h:1"}]}')
+    await until(lambda: [each.name for each in fleet.channels] == ["h:1"])
+    following.cancel()
+    (line,) = [each for each in caplog.records if each.exc_info]
+    assert line.getMessage().startswith("the reader of the engines failed")
 
 
 async def test_a_file_is_read_again_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
