@@ -98,7 +98,7 @@ class GrpcInferenceService:
 
     async def _model_ready(self, request: kserve.ModelReadyRequest, context: Context) -> kserve.ModelReadyResponse:
         try:
-            self._inference.models.named(request.name).check_ready()
+            self._inference.services.check_takes(self._inference.models.named(request.name))
         except (NotFound, Unavailable):
             return kserve.ModelReadyResponse(ready=False)
         is_known = bool(request.name) and request.version in ("", VERSION)

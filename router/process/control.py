@@ -136,8 +136,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def ListModels(
         self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
-        if (why := self._models.refusal()) is not None:
-            raise why
         return control_pb2.ListModelsResponse(models=map(_described, self._models))
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.Load:
@@ -261,7 +259,7 @@ def _described(model: ServedModel) -> control_pb2.ModelInfo:
         eos_token_ids=tokenizer.eos_token_ids,
         capabilities=capabilities,
         template_kwargs=template.kwargs if template is not None else (),
-        hidden_size=limits.hidden_size,
+        hidden_size=limits.hidden_size if model.architecture else 0,
         recommended_sampling=recommended_sampling(tokenizer.recommended),
         tool_format=model.format.tool_format if model.format else "",
         reasoning_format=model.format.reasoning_format if model.format else "",

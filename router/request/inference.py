@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -130,7 +131,7 @@ class InferenceServicer:
                 target = self.models.named(request.model, request.lora_name)
                 return target, validate_generate(request, target.model.limits, record.metadata)
 
-            target, params = await admitted.wanted(checked)
+            target, params = await admitted.wanted(checked, partial(self._judge, is_large=message.is_large))
             model = target.model
             tokenizer, grammars = model.tokenizer, model.grammars
             if params.guided is not None:
@@ -157,6 +158,16 @@ class InferenceServicer:
                     kept.submitted(submit)
                 asked = Asked.of(submit, prompt)
                 await self._stream(target, submit, asked, params, admitted, output, admitted.received, kept)
+
+    async def _judge(self, target: Target, params: GenerateParams, *, is_large: bool) -> None:
+        """Check a request's texts and formats as far as that needs no engine. Raises the PagodaError that ends it."""
+        model = target.model
+        if params.guided is not None:
+            params = replace(params, guided=await model.grammars.check(params.guided))
+        prompt = await model.tokenizer.encode_prompt(params.prompt, is_large=is_large)
+        check_prompt(params, len(prompt), model.limits)
+        await model.tokenizer.encode_bad_words(params.bad_words)
+        await checked_grammar(params, model.format, model.tokenizer, prompt, model.grammars)
 
     def _likely_length(self, params: GenerateParams, max_tokens: int) -> int:
         """Tokens to reserve for each sequence of a request, at first."""

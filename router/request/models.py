@@ -69,6 +69,7 @@ class ServedModel:
             max_model_len=config.max_model_len or 1 << 31,
             vocab_size=tokenizer.vocab_size,
             kv_token_capacity=1 << 62,
+            hidden_size=1 << 31,
             has_chat_template=tokenizer.chat_template is not None,
             has_tool_format=bool(format and format.tool_format),
             max_text_bytes=config.max_text_bytes,

@@ -352,7 +352,10 @@ class Readouts:
                 target = models.named(request.model, request.lora_name)
                 return target, validate(request, target.model.limits)
 
-            target, params = await admitted.wanted(checked)
+            async def judged(target: Target, params: EmbedParams | ScoreParams) -> None:
+                (await self._tokenized(target.model, params, message)).check(target.model.limits)
+
+            target, params = await admitted.wanted(checked, judged)
             model = target.model
             admitted.check_draining()
             admitted.begin(params.request_id)

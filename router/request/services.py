@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -42,6 +42,11 @@ class Services:
     migrations: Migrations
     waiting: Waiting
 
+    def check_takes(self, target: Target) -> None:
+        """Raise Unavailable if no engine can compute for a target, and requests do not wait for one. Or NotFound."""
+        if not self.waiting.is_on:
+            target.check_ready()
+
     @contextlib.asynccontextmanager
     async def admitted(
         self, method: str, route: str, call: ClientCall, most: int | None = None
@@ -76,7 +81,6 @@ class AdmittedCall:
     received    when it came, on the monotonic clock
     live        its request, once `begin` was called
     num_losses  engines that were lost while they computed the request
-    has_waited  no engine was ready when it came
     """
 
     services: Services
@@ -90,33 +94,34 @@ class AdmittedCall:
     live: LiveRequest = field(default_factory=LiveRequest)
     is_live: bool = False
     num_losses: int = 0
-    has_waited: bool = False
 
-    async def wanted(self, checked: Callable[[bytes], tuple[Target, Params]]) -> tuple[Target, Params]:
+    async def wanted(
+        self,
+        checked: Callable[[bytes], tuple[Target, Params]],
+        judged: Callable[[Target, Params], Awaitable[object]],
+    ) -> tuple[Target, Params]:
         """What the message asks for, once an engine can take it.
 
         checked  parses the message and checks it. It is called again after a wait: the engine's limits are known then
+        judged   checks the rest, before a wait: what is wrong with a request is no reason to start an engine
 
-        Raises what it raises, and Unavailable.
+        Raises what they raise, and Unavailable.
         """
-        waiting = self.services.waiting
-        target, params = await self.message.parsed(checked, is_last=not waiting.is_on)
+        target, params = await self.message.parsed(checked, is_last=not self.services.waiting.is_on)
         self.note_target(target)
-        await self.engine_for(target)
-        if self.has_waited:
+        try:
+            target.check_ready()
+        except Unavailable:
+            self.services.check_takes(target)
+            await judged(target, params)
+            await self.engine_for(target)
             target, params = await self.message.parsed(checked)
         return target, params
 
     async def engine_for(self, target: Target) -> None:
         """Wait until an engine can compute for a target, if requests wait here. Raises Unavailable, NotFound."""
-        waiting = self.services.waiting
-        try:
-            target.check_ready()
-        except Unavailable:
-            if not waiting.is_on:
-                raise
-            self.has_waited = True
-            await waiting.new(target.check_ready, time_left(self.call))
+        self.services.check_takes(target)
+        await self.services.waiting.new(target.check_ready, time_left(self.call))
 
     def note_target(self, target: Target) -> None:
         """Note which model the request asks for, and which adapter."""

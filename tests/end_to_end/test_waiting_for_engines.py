@@ -16,8 +16,9 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
-from pagoda.v1 import inference_pb2, inference_pb2_grpc
+from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
+from pagoda_server.router.adapters.protocols import kserve_pb2 as kserve
 from tests.end_to_end.asking import Answer, request
 from tests.servers import Server, running_engine, running_server
 
@@ -178,3 +179,45 @@ def test_a_request_that_has_waited_is_checked_against_the_engines_own_limits(pla
             error: Any = error_of(generated)
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "64" in error.details()
+
+
+WRONG = {
+    "guided.json_schema": {"guided": {"json_schema": '{"type": 7}'}},
+    "guided.regex": {"guided": {"regex": "("}},
+    "guided.ebnf_grammar": {"guided": {"ebnf_grammar": "root ::= other"}},
+    "prompt": {"prompt": "x" * 100},
+}
+
+
+def test_what_a_router_can_judge_itself_is_refused_without_an_engine(place: Place) -> None:
+    with place.server("--engine-wait-s=60", "--http=127.0.0.1:0") as server:
+        control: Any = control_pb2_grpc.ControlStub(grpc.insecure_channel(server.address))
+        inference: Any = inference_pb2_grpc.InferenceStub(grpc.insecure_channel(server.address))
+        (model,) = control.ListModels(control_pb2.ListModelsRequest()).models
+        assert (model.name, model.ready, model.max_model_len, model.hidden_size) == ("synthetic", False, 0, 0)
+        with running_engine(place.address, "--model=synthetic", "--max-model-len=64"):
+            place.write(place.address)
+            assert Answer(list(begun(server, request("known", max_tokens=2)))).ids()
+        place.write()
+        ends_at = time.monotonic() + WAIT_S
+        while control.GetServerInfo(control_pb2.GetServerInfoRequest()).engines:
+            assert time.monotonic() < ends_at
+            time.sleep(0.05)
+        (model,) = control.ListModels(control_pb2.ListModelsRequest()).models
+        assert (model.name, model.ready, model.max_model_len) == ("synthetic", False, 64)
+        asked = grpc.insecure_channel(server.address).unary_unary(
+            "/inference.GRPCInferenceService/ModelReady",
+            kserve.ModelReadyRequest.SerializeToString,
+            kserve.ModelReadyResponse.FromString,
+        )
+        assert asked(kserve.ModelReadyRequest(name="synthetic")).ready, "requests are taken, and wait"
+        assert not asked(kserve.ModelReadyRequest(name="other")).ready
+        assert json.loads(fetched(f"{server.http}/v1/models/synthetic"))["id"] == "synthetic"
+        path = place.folder / "engines.json.wanted"
+        path.unlink(missing_ok=True)
+        for field, fields in WRONG.items():
+            error: Any = error_of(begun(server, inference_pb2.GenerateRequest(**({"prompt": "a"} | fields))))
+            assert (error.code(), error.details().partition(":")[0]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        with pytest.raises(grpc.RpcError, match=r"inputs\[0\]\.text: is 100 tokens"):
+            inference.Embed(inference_pb2.EmbedRequest(inputs=[{"text": "x" * 100}]), timeout=WAIT_S)
+        assert place.mark() == "", "none of them asks for an engine"

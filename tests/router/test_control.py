@@ -12,7 +12,7 @@ import pytest
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2, inference_pb2, trace_pb2
 from pagoda_server.router.engines.refusals import Standing
-from pagoda_server.router.errors import InvalidArgument, ResourceExhausted, Unavailable
+from pagoda_server.router.errors import InvalidArgument, ResourceExhausted
 from pagoda_server.router.process.control import (
     MAX_TENANTS_LISTED,
     ControlServicer,
@@ -132,9 +132,10 @@ async def test_a_model_tells_what_it_can_do_and_what_its_template_reads() -> Non
     assert control_pb2.CAPABILITY_TOOLS in (await listed(tokenizer("{{ tools }}"))).capabilities
 
 
-async def test_models_are_unavailable_without_an_engine() -> None:
-    with pytest.raises(Unavailable):
-        await control(engine(False), tokenizer=tokenizer()).ListModels(control_pb2.ListModelsRequest(), UNUSED)
+async def test_models_are_listed_without_an_engine() -> None:
+    servicer = control(engine(False), tokenizer=tokenizer())
+    (model,) = (await servicer.ListModels(control_pb2.ListModelsRequest(), UNUSED)).models
+    assert (model.name, model.ready) == ("m", False)
 
 
 async def test_recommended_sampling_is_passed_on_where_a_request_could_ask_for_it() -> None:

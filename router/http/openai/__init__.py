@@ -97,7 +97,7 @@ def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:
 
     async def one_model(request: Request) -> Response:
         target = models.named(request.path_params["name"])
-        target.check_ready()
+        inference.services.check_takes(target)
         return JSONResponse(described(target))
 
     async def embed(call: HttpCall, parse: Parse[inference_pb2.EmbedRequest], route: str) -> None:

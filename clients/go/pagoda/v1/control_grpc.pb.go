@@ -19,7 +19,7 @@ const _ = grpc.SupportPackageIsVersion7
 type ControlClient interface {
 	// What runs here: version, state, engines, limits. Answers in every state of the server.
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*ServerInfo, error)
-	// The models that requests may name; first the one of requests that name none. UNAVAILABLE while no engine is ready.
+	// The models that requests may name; first the one of requests that name none. Answers in every state of the server.
 	ListModels(ctx context.Context, in *ListModelsRequest, opts ...grpc.CallOption) (*ListModelsResponse, error)
 	// How busy the server is, as of each engine's last step. Answers in every state of the server.
 	GetLoad(ctx context.Context, in *GetLoadRequest, opts ...grpc.CallOption) (*Load, error)
@@ -139,7 +139,7 @@ func (x *controlGetStepTraceClient) Recv() (*StepTracePart, error) {
 type ControlServer interface {
 	// What runs here: version, state, engines, limits. Answers in every state of the server.
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*ServerInfo, error)
-	// The models that requests may name; first the one of requests that name none. UNAVAILABLE while no engine is ready.
+	// The models that requests may name; first the one of requests that name none. Answers in every state of the server.
 	ListModels(context.Context, *ListModelsRequest) (*ListModelsResponse, error)
 	// How busy the server is, as of each engine's last step. Answers in every state of the server.
 	GetLoad(context.Context, *GetLoadRequest) (*Load, error)

@@ -73,7 +73,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that requests may name; first the one of requests that name none. UNAVAILABLE while no engine is ready.
+        """The models that requests may name; first the one of requests that name none. Answers in every state of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1213,7 +1213,7 @@ export const Control: GenService<{
     output: typeof ServerInfoSchema;
   },
   /**
-   * The models that requests may name; first the one of requests that name none. UNAVAILABLE while no engine is ready.
+   * The models that requests may name; first the one of requests that name none. Answers in every state of the server.
    *
    * @generated from rpc pagoda.v1.Control.ListModels
    */
