@@ -59,6 +59,32 @@ class Pace:
             self._schedule()
 
 
+class SenderClock:
+    """A clock that runs while a connection waits for its client, and stands while the client waits for this server.
+
+    What a client has sent waits for its turn here. That time is no fault of the client.
+    """
+
+    KEY = "pagoda.sender_clock"  # of its `time` in the scope of a request
+
+    def __init__(self) -> None:
+        self._stood_s = 0.0
+        self._stands_since: float | None = None
+
+    def stand(self) -> None:
+        if self._stands_since is None:
+            self._stands_since = time.monotonic()
+
+    def run(self) -> None:
+        if self._stands_since is not None:
+            self._stood_s += time.monotonic() - self._stands_since
+            self._stands_since = None
+
+    def time(self) -> float:
+        """Seconds since some moment."""
+        return (time.monotonic() if self._stands_since is None else self._stands_since) - self._stood_s
+
+
 class Acceptor:
     """Accepts connections on a listening socket, a few in a turn. Stands for the asyncio.Server of that socket.
 

@@ -10,7 +10,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from .acceptor import Pace
+from .acceptor import Pace, SenderClock
 from .errors import HttpError, refusal
 
 if TYPE_CHECKING:
@@ -32,13 +32,32 @@ _UPGRADE = HttpError(400, "upgrade: no other protocol is spoken here; send the b
 
 
 class _Flow(FlowControl):
-    """Reads nothing more from the client while bytes wait to be parsed."""
+    """Reads nothing more from the client while too many bytes wait to be parsed.
 
-    is_held = False
+    is_held  too many do
+    is_due   some do, and the next piece of them will be
+    """
+
+    is_held = is_due = False
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.clock = SenderClock()
+
+    def set_clock(self) -> None:
+        if self.read_paused or self.is_due:
+            self.clock.stand()
+        else:
+            self.clock.run()
+
+    def pause_reading(self) -> None:
+        super().pause_reading()
+        self.set_clock()
 
     def resume_reading(self) -> None:
         if not self.is_held:
             super().resume_reading()
+            self.set_clock()
 
 
 class _Closing:
@@ -71,7 +90,6 @@ class Connection(HttpToolsProtocol):
         self._limit_s = 0.0  # for what the client has to do now; 0: it is the handler's turn
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = bytearray()
-        self._has_turn = False  # the next piece will be parsed
         self._is_in_headers = self._is_in_body = self._closes_behind_body = False
         self._num_header_bytes = 0  # of this request, that are parsed
         self._num_unfinished = 0  # the same, as they came, while more have to come
@@ -103,12 +121,13 @@ class Connection(HttpToolsProtocol):
             self._await_turn()
 
     def _await_turn(self) -> None:
-        if not self._has_turn:
-            self._has_turn = True
+        if not self.flow.is_due:
+            self.flow.is_due = True
+            self.flow.set_clock()
             self._pace.post(self._parse_next)
 
     def _parse_next(self) -> None:
-        self._has_turn = False
+        self.flow.is_due = False
         if self.transport.is_closing():
             return
         piece = bytes(self._unparsed[:PIECE_BYTES])
@@ -124,6 +143,7 @@ class Connection(HttpToolsProtocol):
             is_answered = self.cycle is None or self.cycle.response_complete  # the rest of its body is dropped
             if is_answered or len(self.cycle.body) <= HIGH_WATER_LIMIT:
                 self.flow.resume_reading()
+        self.flow.set_clock()
 
     def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -167,6 +187,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[SenderClock.KEY] = self.flow.clock.time  # type: ignore[literal-required]
         self._is_in_headers, self._num_header_bytes, self._num_unfinished = True, 0, 0
 
     def on_url(self, url: bytes) -> None:

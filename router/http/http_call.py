@@ -17,7 +17,7 @@ from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.receiving import Parse
 from ..tenants.caller import caller
-from .acceptor import Pace
+from .acceptor import Pace, SenderClock
 from .errors import BodyTooLarge, Refusal, refusal, send_refusal
 
 REQUEST_ID = "x-request-id"
@@ -66,11 +66,13 @@ class HttpCall:
 
     api  makes the answer once, for the first message. No message is written before the request has passed validation,
          so nothing of an answer has a size that a client chose freely
+    sender_clock  see client_call.py
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int, api: Api) -> None:
         self.is_gone = False
         self.has_begun = False
+        self.sender_clock: Callable[[], float] = scope[SenderClock.KEY]
         self._api = api
         self._answer: Answer | None = None
         self._metadata = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]

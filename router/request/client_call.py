@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -28,6 +29,15 @@ class ClientCall(Protocol):
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None:
         """What came with the call, by lower-case names: gRPC's metadata, or HTTP's headers."""
+
+
+def sender_clock(call: ClientCall) -> Callable[[], float]:
+    """The clock by which a client has to send its message, in seconds.
+
+    A protocol that lets bytes wait before it reads them has a clock that stands meanwhile.
+    """
+    clock: Callable[[], float] = getattr(call, "sender_clock", time.monotonic)
+    return clock
 
 
 def time_left(call: ClientCall) -> float | None:

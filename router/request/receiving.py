@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ..errors import InvalidArgument, ResourceExhausted
 from ..text.turns import turn
-from .client_call import ClientCall
+from .client_call import ClientCall, sender_clock
 from .fields import Limits, check_size
 from .wire import Malformed, check_entries, most_entries
 
@@ -32,6 +32,7 @@ LARGE_TOTAL_BYTES = 64 << 20
 READING_TOTAL_BYTES = 256 << 20  # of messages that are being read, each counted as the largest that is allowed
 FEWEST = 4  # messages of the largest size that both totals admit, whatever that size is
 CONTENDED_S = 1.0  # to send a message in, while others wait for their turn
+LOOKS_AGAIN_S = 0.1  # a clock may have stood, so that its time is not over when a timer is
 RETRY_LARGE_S = 1.0
 
 Parse: TypeAlias = Callable[[bytes, Limits], "M"]  # raises InvalidArgument, DecodeError or Malformed
@@ -64,7 +65,7 @@ class Messages:
         self.max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._room = max(READING_TOTAL_BYTES // max_bytes, FEWEST)
-        self._reads: dict[asyncio.Timeout, float] = {}  # under way, with the time at which each began
+        self._reads: set[_Read] = set()  # under way
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._large_bytes = 0
         self._max_large_bytes = max(LARGE_TOTAL_BYTES, FEWEST * max_bytes)
@@ -96,14 +97,15 @@ class Messages:
         """The client's next message in bytes, or EOF."""
         while len(self._reads) >= self._room:
             await self._turn()
-        limit_s = CONTENDED_S if self._waiting else self._timeout_s
         try:
-            async with asyncio.timeout(limit_s) as timeout:
-                self._reads[timeout] = asyncio.get_running_loop().time()
+            async with asyncio.timeout(None) as timeout:
+                read = _Read(timeout, sender_clock(call), CONTENDED_S if self._waiting else self._timeout_s)
+                self._reads.add(read)
                 try:
                     return await call.read()
                 finally:
-                    del self._reads[timeout]
+                    read.end()
+                    self._reads.remove(read)
                     self._admit()
         except TimeoutError:
             message = "the client has not sent its request in time"
@@ -111,12 +113,10 @@ class Messages:
 
     async def _turn(self) -> None:
         """Wait until another read has ended. Those that take long now have to end soon."""
-        loop = asyncio.get_running_loop()
         if not self._waiting:
-            for timeout, began in self._reads.items():
-                if not timeout.expired():
-                    timeout.reschedule(max(began + CONTENDED_S, loop.time()))
-        turn: asyncio.Future[None] = loop.create_future()
+            for read in self._reads:
+                read.limit(CONTENDED_S)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
             await turn
@@ -162,6 +162,37 @@ class Messages:
 
         context = copy_context()  # in which the work finds its caller
         return await asyncio.get_running_loop().run_in_executor(self._thread, context.run, in_turn)
+
+
+class _Read:
+    """A read that is under way, and that ends once its client has had its time.
+
+    timeout  around the read
+    clock    the client's
+    limit_s  see `limit`
+    """
+
+    def __init__(self, timeout: asyncio.Timeout, clock: Callable[[], float], limit_s: float) -> None:
+        self._timeout = timeout
+        self._clock = clock
+        self._began = clock()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self.limit(limit_s)
+
+    def limit(self, limit_s: float) -> None:
+        """Give the client so many seconds in all."""
+        self.end()
+        left_s = self._began + limit_s - self._clock()
+        if left_s > 0:
+            self._timer = self._loop.call_later(max(left_s, LOOKS_AGAIN_S), self.limit, limit_s)
+        elif not self._timeout.expired():
+            self._timeout.reschedule(self._loop.time())
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Received:

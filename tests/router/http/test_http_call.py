@@ -59,10 +59,14 @@ class Inference:
             await message.parsed(lambda raw: parse(raw, None))
 
 
-async def status_of(port: HttpPort, body: bytes) -> bytes:
+async def status_of(port: HttpPort, body: bytes, size: int | None = None) -> bytes:
+    """The status of a request.
+
+    size  of the body, of which this is the beginning; None: this is all of it
+    """
     host, _, number = port.address.partition(":")
     reader, writer = await asyncio.open_connection(host, int(number))
-    writer.write(REQUEST % len(body) + body)
+    writer.write(REQUEST % (len(body) if size is None else size) + body)
     line = await reader.readline()
     writer.close()
     return line.split()[1]
@@ -101,6 +105,30 @@ def test_a_refused_request_leaves_nothing_to_the_garbage_collector(size: int) ->
             gc.garbage.clear()
             gc.enable()
         await port.stop(1)
+        await running
+
+    uvloop.run(main())
+
+
+def test_a_client_that_sends_at_once_is_not_blamed_for_a_busy_server() -> None:
+    async def stay_busy() -> None:
+        while True:
+            time.sleep(0.01)  # noqa: ASYNC251 (it holds up the loop on purpose)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        inference = Inference()
+        inference._messages = Messages(1 << 20, 0.5)
+        endpoint = Endpoint(inference, "Generate", inference.generate, lambda: Refusing([]), 1 << 20)  # type: ignore[arg-type]
+        guard = Guard(endpoint, Identities(), [], checks_host=True, allowed_hosts=[], allowed_origins=[])
+        late = HttpPort("127.0.0.1:0", guard, shares_port=False, tls=None, stall_s=10, are_streams_late=lambda: True)
+        running, busy = asyncio.create_task(late.run()), asyncio.create_task(stay_busy())
+        began = time.monotonic()
+        assert await status_of(late, b"x" * 1_000_000) == b"400"
+        assert time.monotonic() - began > 0.5, "it takes longer than a client has"
+        assert await status_of(late, b"x" * 100_000, size=1_000_000) == b"408"
+        busy.cancel()
+        await late.stop(1)
         await running
 
     uvloop.run(main())
