@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from pagoda.v1 import inference_pb2
 
+from ...settings.sampling import LOGIT_BIAS, PARAMETERS, Interval
 from ..errors import InvalidArgument, NotFound, Unimplemented
-from ..request.fields import Limits, check_count, check_integer, check_size
+from ..request.fields import Limits, check_count, check_integer, check_number, check_size
 from ..request.json_body import Json
 from ..request.structured_outputs import structured_outputs
 from .protocols import kserve_pb2 as kserve
@@ -38,7 +39,11 @@ OUTPUTS = {
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
 }
-_FLOATS = {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+_FLOATS = {
+    each.name: each.interval
+    for each in PARAMETERS
+    if each.name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+}
 _UINT32, _UINT64 = (1 << 32) - 1, (1 << 64) - 1
 _WITHOUT_EFFECT = {"triton_enable_empty_final_response", "binary_data_output"}  # of clients, in `parameters`
 
@@ -203,7 +208,7 @@ class _Parameter:
         sampling, stopping = ours.sampling, ours.stopping
         match key:
             case _ if key in _FLOATS:
-                setattr(sampling, key, self._number())
+                setattr(sampling, key, self._number(_FLOATS[key]))
             case "top_k":
                 sampling.top_k = max(0, self._integer(-1, _UINT32))  # vLLM's -1 keeps all, as our 0 does
             case "n":
@@ -235,13 +240,17 @@ class _Parameter:
             case _:
                 raise Unimplemented(self.field)
 
-    def _number(self) -> float:
+    def _number(self, interval: Interval) -> float:
+        number: Json = self.value
         try:
-            if isinstance(self.value, int | float | str) and not isinstance(self.value, bool):
-                return float(self.value)
-        except (ValueError, OverflowError):
-            pass
-        raise InvalidArgument(self.field, "is not a number")
+            if isinstance(number, str):
+                number = float(number)
+        except ValueError:
+            number = None
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise InvalidArgument(self.field, "is not a number")
+        check_number(number, self.field, interval)
+        return number
 
     def _integer(self, low: int, high: int) -> int:
         number: Json = self.value
@@ -254,8 +263,6 @@ class _Parameter:
             number = int(number)
         if not isinstance(number, int) or isinstance(number, bool):
             raise InvalidArgument(self.field, "is not a whole number")
-        if abs(number) > _UINT64:  # too long to be repeated
-            raise InvalidArgument(self.field, f"must be from {low} to {high}")
         check_integer(number, self.field, low, high)
         return number
 
@@ -304,7 +311,7 @@ class _Parameter:
         return {
             _Parameter(self.field, id, self.limits)._integer(0, _UINT32): _Parameter(
                 f"{self.field}.{named(id)}", bias, self.limits
-            )._number()
+            )._number(LOGIT_BIAS)
             for id, bias in self.value.items()
         }
 

@@ -23,7 +23,10 @@ from ...settings.request import (
     MAX_SALT_BYTES,
     MAX_STOP_IDS,
 )
+from ...settings.sampling import Interval
 from ..errors import InvalidArgument
+
+MAX_DIGITS = 32  # of an integer that an error repeats whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +107,13 @@ def check_size(num_bytes: int, field: str, most: int) -> None:
 
 def check_integer(value: int, field: str, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise InvalidArgument(field, f"is {value}, must be from {low} to {high}")
+        raise InvalidArgument(field, f"is {_digits(value)}, must be from {low} to {high}")
 
 
-def check_number(value: float, field: str, low: float, high: float, *, is_low_allowed: bool = True) -> None:
-    # Written so that NaN, for which every comparison is false, is refused.
-    if not (low <= value <= high and (is_low_allowed or value > low)):
-        interval = f"{'[' if is_low_allowed else '('}{_digits(low)}, {_digits(high)}]"
-        raise InvalidArgument(field, f"is {_digits(value)}, must be in {interval}")
+def check_number(value: float, field: str, interval: Interval) -> None:
+    if value not in interval:
+        low = f"{'[' if interval.includes_low else '('}{_digits(interval.low)}"
+        raise InvalidArgument(field, f"is {_digits(value)}, must be in {low}, {_digits(interval.high)}]")
 
 
 def check_id(id: int, field: str, vocab_size: int) -> None:
@@ -127,7 +129,13 @@ def check_ids(ids: Sequence[int], field: str, most: int, vocab_size: int) -> Non
 
 
 def _digits(value: float) -> str:
-    """The fewest digits that identify the value, so that a value just above a limit does not look like it."""
+    """The fewest digits that identify the value, so that a value just above a limit does not look like it.
+
+    A client may write an integer of thousands of digits: the middle of a long one is left out.
+    """
+    if isinstance(value, int):
+        whole = str(value)
+        return whole if len(whole) <= MAX_DIGITS else f"{whole[:10]}…{whole[-10:]} ({len(whole)} digits)"
     for digits in range(1, 17):
         rounded = float(f"{value:.{digits}g}")
         if value in (rounded, c_float(rounded).value):  # most fields hold 32 bits: 0.1 is 0.10000000149 there

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # the decoder in Python
 from typing import Any, NoReturn, TypeAlias
 
+from pagoda.v1 import inference_pb2
+
+from ...settings.sampling import PARAMETERS, Interval
 from ..errors import InvalidArgument
-from .fields import Limits, check_count, check_integer
+from .fields import Limits, check_count, check_integer, check_number
 from .wire import MAX_FIELDS
 
 FEW_VALUES = 1 << 14  # which the fast decoder takes no more than a few milliseconds for
@@ -140,12 +143,23 @@ class Fields:
     def integer(self, name: str, low: int = 0, high: int = MAX_UINT32) -> int | None:
         value: int | None = self.take(name, int, "a whole number")
         if value is not None:
-            check_range(value, self.name(name), low, high)
+            check_integer(value, self.name(name), low, high)
         return value
 
-    def number(self, name: str) -> float | None:
-        value = self.take(name, (int, float), "a number")
-        return None if value is None else float_of(value)
+    def number(self, name: str, interval: Interval) -> float | None:
+        """A number, which is checked as the client has sent it: the protocol's has fewer digits and a lower end."""
+        value: float | None = self.take(name, (int, float), "a number")
+        if value is not None:
+            check_number(value, self.name(name), interval)
+        return value
+
+    def put_parameters(self, sampling: inference_pb2.Sampling, *names: str) -> None:
+        """Set the sampling parameters that are given, of these or, without names, of all."""
+        for each in PARAMETERS:
+            if not names or each.name in names:
+                value = self.integer(each.name) if each.is_integer else self.number(each.name, each.interval)
+                if value is not None:
+                    setattr(sampling, each.name, value)
 
     def entries(self, name: str, most: int) -> list[Json]:
         value: list[Json] = self.take(name, list, "a list") or []
@@ -169,23 +183,10 @@ class Fields:
                 raise InvalidArgument(self.name(shown(name)), "is not a field that this server knows")
 
 
-def check_range(value: int, name: str, low: int, high: int) -> None:
-    if abs(value) > 1 << 64:
-        raise InvalidArgument(name, f"must be from {low} to {high}")
-    check_integer(value, name, low, high)
-
-
 def integers_of(values: list[Json], name: str) -> list[int]:
     for index, value in enumerate(values):
         if type(value) is not int:
             raise InvalidArgument(f"{name}[{index}]", "must be a whole number")
         if not 0 <= value <= MAX_UINT32:
-            check_range(value, f"{name}[{index}]", 0, MAX_UINT32)
+            check_integer(value, f"{name}[{index}]", 0, MAX_UINT32)
     return values
-
-
-def float_of(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf")

@@ -27,7 +27,7 @@ def sampling_from(given: inference_pb2.Sampling, limits: Limits) -> inference_pb
     check_count(len(given.logit_bias), "sampling.logit_bias", limits.max_logit_bias)
     for id, bias in given.logit_bias.items():
         check_id(id, f"sampling.logit_bias[{id}]", limits.vocab_size)
-        check_number(bias, f"sampling.logit_bias[{id}]", LOGIT_BIAS.low, LOGIT_BIAS.high)
+        check_number(bias, f"sampling.logit_bias[{id}]", LOGIT_BIAS)
     check_ids(given.allowed_token_ids, "sampling.allowed_token_ids", limits.vocab_size, limits.vocab_size)
     _check_bad_words(given.bad_words, limits)
     resolved = inference_pb2.Sampling(n=1, seed=secrets.randbits(64), **_DEFAULTS)
@@ -78,6 +78,4 @@ def _check_parameters(sampling: inference_pb2.Sampling) -> None:
     """Check the numbers that are set. Raises InvalidArgument."""
     for each in PARAMETERS:
         if sampling.HasField(each.name):
-            low, high, is_low_allowed = each.interval.low, each.interval.high, each.interval.includes_low
-            value = getattr(sampling, each.name)
-            check_number(value, f"sampling.{each.name}", low, high, is_low_allowed=is_low_allowed)
+            check_number(getattr(sampling, each.name), f"sampling.{each.name}", each.interval)

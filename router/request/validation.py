@@ -13,6 +13,7 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import inference_pb2
 
 from ...settings.request import MAX_DRAFT_TOKENS, MAX_SLO_S
+from ...settings.sampling import Interval
 from ..answers.lark import Calls, Tool
 from ..errors import InvalidArgument
 from ..tenants.caller import ANYONE, Caller
@@ -36,6 +37,7 @@ Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 # The headers by which the gateway llm-d asks for latencies.
 SLO_KEYS = {"x-llm-d-slo-ttft-ms": "ttft_s", "x-llm-d-slo-tpot-ms": "tpot_s"}
+_SLO = Interval(0, MAX_SLO_S, includes_low=False)
 _MILLISECONDS = re.compile(r"[0-9]{1,15}(\.[0-9]{1,15})?")
 PROMPT_FIELDS = {"prompt": "prompt", "message": "message", "chat": "chat", "token_ids": "token_ids.ids"}
 
@@ -332,10 +334,10 @@ def _slo(given: inference_pb2.Slo, metadata: Metadata) -> inference_pb2.Slo:
         if (name := SLO_KEYS.get(key)) is not None:
             setattr(resolved, name, _seconds_in(key, value))
     if given.HasField("ttft_s"):
-        check_number(given.ttft_s, "slo.ttft_s", 0, MAX_SLO_S, is_low_allowed=False)
+        check_number(given.ttft_s, "slo.ttft_s", _SLO)
         resolved.ttft_s = given.ttft_s
     if given.HasField("tpot_s"):
-        check_number(given.tpot_s, "slo.tpot_s", 0, MAX_SLO_S, is_low_allowed=False)
+        check_number(given.tpot_s, "slo.tpot_s", _SLO)
         resolved.tpot_s = given.tpot_s
     return resolved
 
@@ -343,7 +345,7 @@ def _slo(given: inference_pb2.Slo, metadata: Metadata) -> inference_pb2.Slo:
 def _seconds_in(key: str, milliseconds: str | bytes) -> float:
     if not isinstance(milliseconds, str) or not _MILLISECONDS.fullmatch(milliseconds):
         raise InvalidArgument(key, "is not a number of milliseconds")
-    check_number(float(milliseconds), key, 0, 1e3 * MAX_SLO_S, is_low_allowed=False)
+    check_number(float(milliseconds), key, Interval(0, 1e3 * MAX_SLO_S, includes_low=False))
     return float(milliseconds) / 1e3
 
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from pagoda.v1 import control_pb2
 
+from ...settings.sampling import Interval
 from ..errors import ResourceExhausted
 from ..request.client_call import Context
 from ..request.fields import check_number
@@ -77,5 +78,5 @@ class LoadFeed:
 def watch_interval_s(request: control_pb2.WatchLoadRequest) -> float:
     """The interval of a WatchLoad call, checked. Raises InvalidArgument."""
     interval_s = request.interval_s if request.HasField("interval_s") else 1.0
-    check_number(interval_s, "interval_s", 0.05, 3600)
+    check_number(interval_s, "interval_s", Interval(0.05, 3600))
     return interval_s

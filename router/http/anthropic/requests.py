@@ -39,11 +39,7 @@ def generate_request(raw: bytes, limits: Limits) -> tuple[inference_pb2.Generate
             raise InvalidArgument("max_tokens", "is missing")
         request.stopping.max_tokens = max_tokens
         request.stopping.stop.extend(given.texts("stop_sequences", limits.max_stop))
-        for name in ("temperature", "top_p"):
-            if (value := given.number(name)) is not None:
-                setattr(request.sampling, name, value)
-        if (top_k := given.integer("top_k")) is not None:
-            request.sampling.top_k = top_k
+        given.put_parameters(request.sampling, "temperature", "top_p", "top_k")
         _output(given, request)
         if given.take("service_tier") not in (None, "auto", "standard_only"):
             raise Unimplemented("service_tier")

@@ -15,10 +15,10 @@ from typing import TypeAlias
 from pagoda.v1 import inference_pb2
 
 from ....settings.request import MAX_LOGPROBS
-from ....settings.sampling import PARAMETERS
+from ....settings.sampling import LOGIT_BIAS
 from ...errors import InvalidArgument, Unimplemented
-from ...request.fields import Limits, check_count
-from ...request.json_body import MAX_UINT32, Fields, Json, float_of, integers_of, json_object, shown, translating
+from ...request.fields import Limits, check_count, check_number
+from ...request.json_body import MAX_UINT32, Fields, Json, integers_of, json_object, shown, translating
 from ...request.structured_outputs import schema_text, structured_outputs
 from .chats import add_chat
 
@@ -119,10 +119,7 @@ def _generation(given: Fields, request: inference_pb2.GenerateRequest, limits: L
     if asked.has_timings and len(asked.prompts) > 1:
         raise InvalidArgument("timings", "needs a single prompt")
     sampling, stopping, output = request.sampling, request.stopping, request.output
-    for each in PARAMETERS:
-        value = given.integer(each.name) if each.is_integer else given.number(each.name)
-        if value is not None:
-            setattr(sampling, each.name, value)
+    given.put_parameters(sampling)
     if (seed := given.integer("seed", -(1 << 63), (1 << 64) - 1)) is not None:
         sampling.seed = seed % (1 << 64)
     if (n := given.integer("n", 1, limits.max_n)) is not None:
@@ -252,7 +249,8 @@ def _logit_bias(given: Fields, limits: Limits) -> dict[int, float]:
             raise InvalidArgument(name, "must be a token id")
         if not isinstance(bias, int | float) or isinstance(bias, bool):
             raise InvalidArgument(name, "must be a number")
-        found[int(key)] = float_of(bias)
+        check_number(bias, name, LOGIT_BIAS)
+        found[int(key)] = bias
     return found
 
 

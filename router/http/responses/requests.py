@@ -73,9 +73,7 @@ def generate_request(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.
         _add_chat(given, request.chat, limits)
         if (max_tokens := given.integer("max_output_tokens", 1)) is not None:
             request.stopping.max_tokens = max_tokens
-        for name in ("temperature", "top_p"):
-            if (value := given.number(name)) is not None:
-                setattr(request.sampling, name, value)
+        given.put_parameters(request.sampling, "temperature", "top_p")
         _format(given, request)
         asked.is_stream = given.flag("stream")
         _check_stream_options(given, asked)
