@@ -22,6 +22,7 @@ IDLE_S = 75  # to send the next request in; longer than a load balancer's minute
 LINGER_S = 5.0  # to send the rest of a body whose request has been answered
 MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
 PIECE_BYTES = 8 << 10  # parsed at once: a body of one byte a chunk takes 1 ms then
+BODY_PIECE_BYTES = 64 << 10  # the same of a body whose length is known: it is copied, and not parsed
 WRITE_BUFFER_BYTES = 16 << 10  # beyond it, a handler waits until the client has read
 # gRPC and the engine keep half of the files that this process may open.
 MAX_CONNECTIONS = min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -93,6 +94,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_headers = self._is_in_body = self._closes_behind_body = False
         self._num_header_bytes = 0  # of this request, that are parsed
         self._num_unfinished = 0  # the same, as they came, while more have to come
+        self._num_body_left = 0  # bytes of a body whose length is known
         self._refusal = _MALFORMED
 
     @property
@@ -130,8 +132,9 @@ class Connection(HttpToolsProtocol):
         self.flow.is_due = False
         if self.transport.is_closing():
             return
-        piece = bytes(self._unparsed[:PIECE_BYTES])
-        del self._unparsed[:PIECE_BYTES]
+        num_bytes = max(PIECE_BYTES, min(self._num_body_left, BODY_PIECE_BYTES))
+        piece = bytes(self._unparsed[:num_bytes])
+        del self._unparsed[:num_bytes]
         if piece:
             self._parse(piece)
         if self.transport.is_closing() or self.pipeline:
@@ -210,8 +213,13 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not _MALFORMED:
             raise ValueError("the request is refused")
         self._is_in_headers, self._is_in_body = False, True
+        self._num_body_left = int(dict(self.headers).get(b"content-length", b"0"))
         super().on_headers_complete()
         self.cycle.transport = self._closing  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_left -= len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_body = False

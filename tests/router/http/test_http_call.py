@@ -113,7 +113,7 @@ def test_a_refused_request_leaves_nothing_to_the_garbage_collector(size: int) ->
 def test_a_client_that_sends_at_once_is_not_blamed_for_a_busy_server() -> None:
     async def stay_busy() -> None:
         while True:
-            time.sleep(0.01)  # noqa: ASYNC251 (it holds up the loop on purpose)
+            time.sleep(0.05)  # noqa: ASYNC251 (it holds up the loop on purpose)
             await asyncio.sleep(0)
 
     async def main() -> None:
