@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from pagoda_server.engine.serving.server import LOAD_EVERY_S
+from pagoda_server.engine.serving.session import LOAD_EVERY_S
 from tests.end_to_end.asking import Answer, request
 from tests.servers import Server, running_server
 

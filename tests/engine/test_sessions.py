@@ -18,7 +18,7 @@ from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
 from pagoda_server.engine.loop.loop import Abort, Add, Inbox, LoadSnapshot
 from pagoda_server.engine.scheduling.tenants import TenantTable
-from pagoda_server.engine.serving import server as engine_server
+from pagoda_server.engine.serving import session as engine_session
 from pagoda_server.engine.serving.server import EngineServer
 from pagoda_server.grammars.fair_threads import FairThreads
 
@@ -147,7 +147,7 @@ async def test_a_step_is_written_in_the_call_that_delivers_it_where_the_link_has
 async def test_a_router_that_takes_nothing_for_too_long_is_dropped_with_its_sequences(
     server: EngineServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_server, "STALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_session, "STALL_TIMEOUT_S", 0.05)
     inbox = Inbox()
     server.attach(inbox)
     link = HeldLink()
@@ -200,7 +200,7 @@ async def test_grammars_that_nobody_waits_for_leave_the_queue_and_too_many_are_r
     begun, goes_on = threading.Event(), threading.Event()
     server, inbox = EngineServer(INFO, lambda: SlowGrammars(begun, goes_on)), Inbox()
     server.attach(inbox)
-    server._compilers = FairThreads(1, "test", most_own=3)
+    server._compilations._threads = FairThreads(1, "test", most_own=3)
     connection = server.connect()
     server.submit(connection, guided_submit(1, "hostile"))
     begun.wait()
@@ -210,7 +210,7 @@ async def test_grammars_that_nobody_waits_for_leave_the_queue_and_too_many_are_r
     assert (number, ended.reason) == (5, EndReason.OVERLOADED)
     server.submit(connection, guided_submit(6, "other"))
     server.abort(connection, [2, 3])
-    assert server._compilers.num_waiting == 2
+    assert server._compilations._threads.num_waiting == 2
     assert [(number, ended.reason) for number, ended in connection.pending.ended[1:]] == [
         (2, EndReason.ABORTED),
         (3, EndReason.ABORTED),
