@@ -53,8 +53,10 @@ def _batch_size(measured: Measured) -> Figure:
     axis.plot(sizes, sizes / predicted, "x:", color=COLORS[6], label="the server's cost model")
     axis.set(xscale="log", yscale="log", xlabel="sequences in a step", ylabel="output tokens/s")
     axis.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
-    axis.set_ylim(0.6 / seconds[0], 2 * measured.token_bound)
-    axis.yaxis.set_major_formatter("{x:g}")
+    low, high = 0.6 / seconds[0], 2 * measured.token_bound
+    ticks = [rate for power in range(16) if low <= (rate := 25 * 2**power) <= high]
+    axis.set_yticks(ticks, [f"{rate:g}" for rate in ticks])
+    axis.set_ylim(low, high)
     axis.minorticks_off()
     axis.legend()
     return figure
