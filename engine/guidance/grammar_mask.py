@@ -116,7 +116,7 @@ class GrammarMask:
         if self._job.is_started:
             self._compute()
         if not self._go_to(tokens):
-            raise GrammarError("does not allow the output that exists")
+            raise self._failure or GrammarError("does not allow the output that exists")
         if not self._has_words:
             self._compute()
         if self._failure is not None:
@@ -209,7 +209,8 @@ class GrammarMask:
         """Follow an output with a new matcher, because the automaton has met a limit."""
         try:
             self._matcher = self._job.matcher = self._renewed(output)
-        except GrammarError:
+        except GrammarError as error:
+            self._failure = error
             return
         self._followed[:] = output
 
