@@ -14,8 +14,8 @@ from hashlib import blake2b, sha256
 
 STRIDE = 64  # tokens
 
-
 IDENTITY_BYTES = 32  # of an adapter: a SHA-256
+_EMPTY = blake2b(digest_size=8)  # copied for each key: to make one takes longer
 _ADAPTED = b"\xff"  # no salt starts with this byte, because it is in no text's UTF-8
 
 
@@ -45,6 +45,7 @@ def stride_keys(previous: int, tokens: Sequence[int]) -> list[int]:
     size = 4 * STRIDE
     key, digests = previous.to_bytes(8, "little"), []
     for start in range(0, len(content) - size + 1, size):
-        key = blake2b(key + content[start : start + size], digest_size=8).digest()
-        digests.append(key)
+        digest = _EMPTY.copy()
+        digest.update(key + content[start : start + size])
+        digests.append(key := digest.digest())
     return list(struct.unpack(f"<{len(digests)}Q", b"".join(digests)))

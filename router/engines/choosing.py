@@ -188,16 +188,20 @@ class ByPrefix(Chooser):
         known = [rate for _, _, rate in outlooks if rate > 0]
         usual_rate = sum(known) / len(known) if known else UNKNOWN_RATE
         most = MOST_TO_FEWEST * min(outlooks)[0]
-        costs, hits, warm = list[float](), list[int](), list[int]()
-        for at, (engine, (count, uncomputed, rate)) in enumerate(zip(engines, outlooks, strict=True)):
-            hit = STRIDE * found[cached.place] if found and (cached := engine.cached) is not None else 0
-            hits.append(hit)
-            # A prefix is known to whole strides, so almost one more may be cached: of a short prompt, a large part.
-            if hit and hit + STRIDE > WARM * prompt_len and count < most + max(SLACK, SLACK_PART * engine.max_num_seqs):
-                warm.append(at)
-            fill = count / (engine.max_num_seqs or 1)
-            seconds = (uncomputed + prompt_len - hit) / (rate or usual_rate)
-            costs.append(seconds + FULL_S * fill + (QUEUE_S * (fill - 1.0) if fill > 1.0 else 0.0))
+        # A prefix is known to whole strides, so almost one more may be cached: of a short prompt, a large part.
+        least_warm = WARM * prompt_len - STRIDE
+        costs, hits, warm = list[float](), [0] * len(engines), list[int]()
+        for at, (count, uncomputed, rate) in enumerate(outlooks):
+            engine = engines[at]
+            batch = engine.max_num_seqs or 1
+            fill, left = count / batch, uncomputed + prompt_len
+            if found and (cached := engine.cached) is not None and (num_strides := found[cached.place]):
+                hits[at] = hit = STRIDE * num_strides
+                left -= hit
+                if hit > least_warm and (count < most + SLACK or count < most + SLACK_PART * batch):
+                    warm.append(at)
+            seconds = left / (rate or usual_rate) + FULL_S * fill
+            costs.append(seconds if fill <= 1.0 else seconds + QUEUE_S * (fill - 1.0))
         chosen, reason = self._cheapest(costs), "cost"
         if warm:
             best = warm[self._cheapest([costs[at] for at in warm])]

@@ -71,7 +71,7 @@ class Engines(ABC):
         ready = self.ready
         if not ready:
             raise self._unavailable(self._absence)
-        if all(channel.role == "both" for channel in ready):
+        if {channel.role for channel in ready} == {"both"}:
             return ready
         fitting: dict[Role, list[EngineChannel]] = {}
         roles: tuple[Role, ...] = ("decode",) if has_begun else ("decode", "prefill")
