@@ -11,7 +11,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -28,19 +28,26 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 18
 MOST_HEADER_BYTES_A_TENSOR = 512  # its name, shape and place, in a safetensors header
 MAX_PATTERNS, MAX_PATTERN = 1024, 256  # entries of rank_pattern and alpha_pattern, and letters of each
+MAX_REPETITIONS, MAX_ALTERNATIVES, MAX_GROUPS = 2, 8, 2  # in a pattern
+MAX_AMBIGUOUS = 64  # entries with any of these
+MAX_NAMED = 3  # modules in an error
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 
-# Fields of adapter_config.json that change nothing here: what was trained, and how. Tensors say what is adapted.
+# Fields of adapter_config.json that change nothing here: how the adapter was trained.
 _INERT = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-        "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
-        "lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
-        "runtime_config", "target_modules", "task_type",
+        "inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config",
+        "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
     }
 )  # fmt: skip
-_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"})
+_READ = frozenset(
+    {
+        "alpha_pattern", "exclude_modules", "init_lora_weights", "layers_to_transform", "lora_alpha", "peft_type", "r",
+        "rank_pattern", "target_modules", "use_rslora",
+    }
+)  # fmt: skip
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the weights of the base model
 
 
@@ -120,7 +127,8 @@ def read_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
         pairs[module] = checked(module, down, up, config.scale_of(module, rank), limits)
         if len(down) != rank:
             raise CheckpointError(f"{CONFIG} gives {quoted(module)} rank {rank}, but its tensors have {len(down)}")
-    return AdapterFile(identity_of(config_bytes, content), not_empty(pairs))
+    config.check_targets(not_empty(pairs).keys(), limits.modules)
+    return AdapterFile(identity_of(config_bytes, content), pairs)
 
 
 def not_empty(pairs: dict[str, AdapterPair]) -> dict[str, AdapterPair]:
@@ -210,7 +218,9 @@ class AdapterConfig:
                 raise CheckpointError(f"{CONFIG}: {quoted(name)} is {quoted(value)}, which is not supported")
         self.rank = int(self._number("r", fields.get("r"), whole=True))
         self._alpha = self._number("lora_alpha", fields.get("lora_alpha", 8))
-        self._is_stabilized = fields.get("use_rslora") is True
+        if fields.get("use_rslora") not in (None, False, True):
+            raise CheckpointError(f"{CONFIG}: use_rslora is {quoted(fields['use_rslora'])}; true or false is needed")
+        self._is_stabilized = bool(fields.get("use_rslora"))
         self._ranks = self._patterns("rank_pattern", whole=True)
         self._alphas = self._patterns("alpha_pattern")
 
@@ -222,6 +232,57 @@ class AdapterConfig:
         alpha = _of_pattern(self._alphas, module, self._alpha)
         return alpha / (math.sqrt(rank) if self._is_stabilized else rank)
 
+    def check_targets(self, adapted: Collection[str], modules: Iterable[str]) -> None:
+        """Raise CheckpointError unless the modules with tensors are those that the configuration names.
+
+        PEFT would serve half an adapter. A pattern that could take forever is not compared.
+
+        modules  all that the model has
+        """
+        named, excluded = self._fields.get("target_modules"), self._selection("exclude_modules")
+        targets = self._selection("target_modules")
+        if named is None or targets is None or excluded is None:
+            return
+
+        def is_target(module: str) -> bool:
+            return targets(module) and not excluded(module)
+
+        if foreign := [each for each in adapted if not is_target(each)]:
+            raise CheckpointError(f"{CONFIG}: target_modules does not name {_listed(foreign)}, which have tensors")
+        known = {end for module in adapted for end in _ends(module)}
+        unused = [each for each in named if each not in known and not excluded(each)] if isinstance(named, list) else []
+        if missing := unused or [each for each in modules if is_target(each) and each not in adapted]:
+            raise CheckpointError(f"{CONFIG}: target_modules names {_listed(missing)}, which have no tensors")
+
+    def _selection(self, field: str) -> Callable[[str], bool] | None:
+        """Whether a field that selects modules selects this one, as PEFT reads it; None: not known."""
+        given = self._fields.get(field)
+        if given is None:
+            return lambda module: False
+        if given == "all-linear":
+            return lambda module: True
+        if isinstance(given, str):
+            pattern = None if _is_slow(given) else _compiled(field, given, given)
+            return None if pattern is None else lambda module: pattern.fullmatch(module) is not None
+        if not isinstance(given, list) or not all(isinstance(each, str) and len(each) <= MAX_PATTERN for each in given):
+            raise CheckpointError(f"{CONFIG}: {field} is {quoted(given)}; a list of names or a pattern is needed")
+        names, layers = frozenset(given), self._layers() if field == "target_modules" else frozenset()
+
+        def selects(module: str) -> bool:
+            if module in names or names.isdisjoint(_ends(module)):
+                return module in names
+            return not layers or not layers.isdisjoint(module.split("."))
+
+        return selects
+
+    def _layers(self) -> frozenset[str]:
+        """The numbers of the layers that names in target_modules mean; empty: all."""
+        given = self._fields.get("layers_to_transform")
+        layers = [] if given is None else given if isinstance(given, list) else [given]
+        if not all(isinstance(each, int) for each in layers):
+            raise CheckpointError(f"{CONFIG}: layers_to_transform is {quoted(given)}; whole numbers are needed")
+        return frozenset(map(str, layers))
+
     def _number(self, name: str, value: object, *, whole: bool = False) -> float:
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not is_number or not abs(value) < 1e9 or (whole and value < 1):  # type: ignore[arg-type,operator]
@@ -232,6 +293,8 @@ class AdapterConfig:
         given = self._fields.get(name) or {}
         if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
             raise CheckpointError(f"{CONFIG}: {name} is not an object with at most {MAX_PATTERNS} entries")
+        if sum(re.search(r"[*+?{|]", key) is not None for key in given) > MAX_AMBIGUOUS:
+            raise CheckpointError(f"{CONFIG}: {name} has more than {MAX_AMBIGUOUS} patterns with repetitions")
         return [
             (_pattern(name, key), self._number(f"{name}.{quoted(key)}", value, whole=whole))
             for key, value in given.items()
@@ -239,21 +302,38 @@ class AdapterConfig:
 
 
 def _pattern(field: str, key: str) -> re.Pattern[str]:
-    """A pattern for the end of a module's name, as PEFT compiles it.
-
-    One with more than two repetitions, or with one of a group, is refused: to match it could take forever.
-    """
-    is_slow = len(re.findall(r"[*+?{]", key)) > 2 or re.search(r"\)[*+?{]", key)
-    if len(key) > MAX_PATTERN or is_slow:
+    """A pattern for the end of a module's name, as PEFT compiles it. One that could take forever is refused."""
+    if _is_slow(key):
         raise CheckpointError(f"{CONFIG}: a pattern of {field} is too complex: {quoted(key)}")
+    return _compiled(field, key, rf"(?:.*\.)?(?:{key})$")
+
+
+def _is_slow(key: str) -> bool:
+    """Whether to match a pattern could take forever: it has many ways to match a text."""
+    most = {r"[*+?{]": MAX_REPETITIONS, r"\|": MAX_ALTERNATIVES, r"\(": MAX_GROUPS, r"\)[*+?{]": 0}
+    return len(key) > MAX_PATTERN or any(len(re.findall(each, key)) > count for each, count in most.items())
+
+
+def _compiled(field: str, key: str, pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(rf"(?:.*\.)?(?:{key})$")
+        return re.compile(pattern)
     except (re.error, RecursionError, OverflowError):
         raise CheckpointError(f"{CONFIG}: {field} has an invalid pattern: {quoted(key)}") from None
 
 
 def _of_pattern(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, default: float) -> float:
     return next((value for pattern, value in patterns if pattern.match(module)), default)
+
+
+def _ends(module: str) -> Iterator[str]:
+    """A module's name, and what follows each of its dots."""
+    parts = module.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" * (len(names) > MAX_NAMED)
+    return ", ".join(map(quoted, names[:MAX_NAMED])) + more
 
 
 def _entries(content: bytes, limits: AdapterLimits) -> list[TensorEntry]:

@@ -107,7 +107,7 @@ class GgufFile:
     Raises CheckpointError if the file is not a GGUF file, is truncated or contradicts itself.
     """
 
-    def __init__(self, path: Path, held: HeldFile | None = None) -> None:
+    def __init__(self, path: Path, held: HeldFile | None = None, most_tensors: int = MAX_TENSORS) -> None:
         """
         held  the content of the file, if it has been read; None: it is mapped
         """
@@ -127,10 +127,10 @@ class GgufFile:
             if version not in VERSIONS:
                 raise ValueError(f"version {version} is not supported; {' and '.join(map(str, VERSIONS))} are")
             num_tensors, num_fields = self._scalar(_U64), self._scalar(_U64)
-            if num_tensors > MAX_TENSORS or num_fields > MAX_FIELDS:
+            if num_tensors > most_tensors or num_fields > MAX_FIELDS:
                 raise ValueError(
                     f"it has {num_tensors} tensors and {num_fields} metadata fields;"
-                    f" {MAX_TENSORS} and {MAX_FIELDS} are allowed"
+                    f" {most_tensors} and {MAX_FIELDS} are allowed"
                 )
             self._fields = dict(self._field() for _ in range(num_fields))
             described = [self._tensor() for _ in range(num_tensors)]

@@ -177,7 +177,7 @@ def pickled(folder: Path) -> None:
     (folder / TENSORS_NAME).rename(folder / "adapter_model.bin")
 
 
-QUERY = "model.layers.0.self_attn.q_proj"
+QUERY, DOWN = MODULES
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, "truncated or corrupt"),
     "a header of 2^63 bytes": (with_length(1 << 63), "header of 9223372036854775808 bytes"),
@@ -208,14 +208,49 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "biases": (with_config(bias="all"), "bias"),
     "transposed weights": (with_config(fan_in_fan_out=True), "fan_in_fan_out"),
     "parameters of experts": (with_config(target_parameters=["mlp.experts.gate_up_proj"]), "target_parameters"),
+    "a target without tensors": (
+        with_config(target_modules=["q_proj", "k_proj", "down_proj"]),
+        "target_modules names k_proj, which have no tensors",
+    ),
+    "a layer without tensors": (
+        with_pairs(lambda pairs: pairs.pop(DOWN), target_modules="all-linear"),
+        f"target_modules names {DOWN}, which have no tensors",
+    ),
+    "tensors of no target": (with_config(target_modules=["q_proj"]), f"target_modules does not name {DOWN}"),
+    "tensors of another layer": (
+        with_config(target_modules=["q_proj", "down_proj"], layers_to_transform=0),
+        f"target_modules does not name {DOWN}",
+    ),
+    "tensors that no pattern names": (
+        with_config(target_modules=r".*\.q_proj"),
+        f"target_modules does not name {DOWN}",
+    ),
+    "tensors of what is excluded": (
+        with_config(target_modules="all-linear", exclude_modules=["down_proj"]),
+        f"target_modules does not name {DOWN}",
+    ),
+    "targets that are no names": (with_config(target_modules=[5]), "target_modules is [5]; a list of names"),
+    "targets of endless names": (with_config(target_modules=["a." * 50_000], exclude_modules=["b"]), "a list of names"),
+    "layers that are no numbers": (
+        with_config(target_modules=["q_proj"], layers_to_transform=["0"]),
+        "layers_to_transform is ['0']",
+    ),
     "replicated layers": (with_config(layer_replication=[[0, 1]]), "layer_replication"),
     "a changed base": (with_config(init_lora_weights="pissa"), "init_lora_weights pissa"),
     "an unknown field": (with_config(use_magic=1), "use_magic"),
     "no rank": (with_config(r=None), "r is None"),
+    "a rank of 0": (with_config(r=0), "r is 0; a positive whole number"),
+    "a rank of 2^31": (with_config(r=1 << 31), "r is 2147483648"),
+    "a scale that may be another": (with_config(use_rslora="yes"), "use_rslora is yes"),
     "a rank that is no number": (with_config(r=True), "r is True"),
     "another rank than the tensors'": (with_config(r=3), "rank 3, but its tensors have 4"),
     "an alpha that is not finite": (with_config(lora_alpha=float("inf")), "lora_alpha is inf"),
     "a pattern that takes forever": (with_config(alpha_pattern={"(a+)+b": 2}), "too complex"),
+    "a pattern with endless ways to match": (with_config(alpha_pattern={"(.|.)" * 40 + "x": 2}), "too complex"),
+    "too many patterns that repeat": (
+        with_config(rank_pattern={f".*{n}.*": 2 for n in range(65)}),
+        "rank_pattern has more than 64",
+    ),
     "a pattern that is none": (with_config(rank_pattern={"(": 2}), "invalid pattern"),
     "too many patterns": (with_config(rank_pattern={str(n): 2 for n in range(2000)}), "at most 1024"),
     "a rank too high": (
@@ -245,6 +280,30 @@ def test_what_cannot_be_served_is_refused_with_its_reason(name: str, tmp_path: P
         read(folder)
     assert reason in str(refused.value)
     assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["self_attn.q_proj", DOWN], "layers_to_transform": [0]},
+        {"target_modules": ["q_proj", "down_proj", "lm_head"], "exclude_modules": ["lm_head"]},
+        {"target_modules": r".*\.(self_attn|mlp)\.(q|down)_proj"},
+        {"target_modules": "all-linear", "exclude_modules": r"vision.*"},
+        {"target_modules": r"(?:.*?(?:model|text).*?(?:self_attn|mlp).*?(?:q_proj|down_proj).*?)"},  # is not compared
+        {"target_modules": None},
+    ],
+)
+def test_an_adapter_has_the_modules_that_its_configuration_names(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert read(write_adapter(tmp_path / "a", random_pairs(MODULES), **fields)).pairs.keys() == MODULES.keys()
+
+
+def test_a_gguf_file_with_more_tensors_than_the_model_has_is_refused_unread(tmp_path: Path) -> None:
+    content = bytearray(write_gguf(tmp_path / "a.gguf", random_pairs(MODULES)).read_bytes())
+    content[8:16] = struct.pack("<Q", 1_000_000)
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"it has 1000000 tensors and .* fields; 4 and"):
+        read_gguf_adapter(tmp_path / "a.gguf", LIMITS)
 
 
 def test_names_of_other_methods_are_refused_by_name(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagoda_server.engine.core.adapter import Adapter
 from pagoda_server.engine.core.sequence import Sequence
 
-CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": "all-linear", "bias": "none"}
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none"}
 
 
 def random_pairs(
@@ -39,7 +39,7 @@ def write_adapter(
 ) -> Path:
     """Write a folder like PEFT's."""
     folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | fields))
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | {"target_modules": list(pairs)} | fields))
     tensors = {}
     for module, (down, up) in pairs.items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = down.to(dtype).contiguous()
