@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from ..channel.address import check_address, check_distinct, is_local, is_unix, named_address
 from .engine import CommonSettings, EngineSettings
-from .request import MAX_ADAPTER_NAME
+from .request import MAX_ADAPTER_NAME, MAX_ADAPTER_PATH
 from .setting import (
     EXPOSURE,
     LIMITS,
@@ -102,8 +102,10 @@ def named_loras(loras: str | None) -> list[tuple[str, str]]:
 
 def _check_loras(loras: str) -> None:
     found = [each.partition("=") for each in names_in(loras)]
-    if not all(0 < len(name) <= MAX_ADAPTER_NAME and name.isprintable() and path for name, _, path in found):
+    if not (loras.isprintable() and all(0 < len(name) <= MAX_ADAPTER_NAME and path for name, _, path in found)):
         raise ValueError(f"must be NAME=PATH, separated by commas, not {loras!r}")
+    if any(len(path) > MAX_ADAPTER_PATH for _, path in named_loras(loras)):
+        raise ValueError(f"has a path of more than {MAX_ADAPTER_PATH} characters")
     if len({name for name, _, _ in found}) < len(found):
         raise ValueError(f"has a name twice: {loras!r}")
 

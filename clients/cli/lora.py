@@ -67,7 +67,8 @@ def list_loaded(
         async with connect(address, token, tls, tls_ca) as client:
             for each in await client.loras():
                 size = f"{each.num_bytes / 1e6:.1f} MB{', pinned' if each.pinned else ''}"
-                where = each.fault or ", ".join(each.engines) or "not loaded"
+                # Those who may not see engines learn whether one of them has it.
+                where = each.fault or ", ".join(each.engines) or ("loaded" if each.ready else "not loaded")
                 table.add_row(*map(escape, (each.name, each.model, str(each.rank), size, each.identity[:12], where)))
         return table
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,12 +41,12 @@ class Adapters:
         self,
         engines: Engines,
         declared: Mapping[str, str] | None = None,
-        on_fault: Callable[[str, PagodaError], None] = lambda name, error: None,
+        on_fault: Callable[[str, PagodaError], Awaitable[None]] | None = None,
         inherited: Iterable[Adapter] = (),
     ) -> None:
         """
         declared   paths, by name, of those that engines load when they join
-        on_fault   called when one of these cannot be loaded, and never was
+        on_fault   called when an engine cannot load one of these, and none has
         inherited  what a former engine held, in whose place one without adapters comes
         """
         self.known: dict[str, Adapter] = {each.name: each for each in inherited}
@@ -56,7 +56,7 @@ class Adapters:
         self._on_fault = on_fault
         # By engine, what it reported last, with its epoch: a connection that is made anew does not change what is held.
         self._reported: WeakKeyDictionary[EngineChannel, tuple[int, Mapping[str, Adapter]]] = WeakKeyDictionary()
-        self._greeted: WeakKeyDictionary[EngineChannel, object] = WeakKeyDictionary()  # connections that were followed
+        self._greeted: WeakKeyDictionary[EngineChannel, int] = WeakKeyDictionary()  # connections that were followed
         self._changing = asyncio.Lock()
         self._num_waiting = 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -89,6 +89,14 @@ class Adapters:
         return self._engines.holding(adapter.identity).ready if adapter else []
 
     @property
+    def are_loaded(self) -> bool:
+        """Whether those of --lora have been loaded. One that no engine can load keeps nothing waiting."""
+        return all(
+            name in self.known or all((name, engine.name) in self._faults for engine in self._engines.ready)
+            for name in self._declared
+        )
+
+    @property
     def are_held(self) -> bool:
         """Whether an engine holds each of them, or cannot."""
         return all(self.holders(name) or self.fault(name) for name in self.names)
@@ -100,26 +108,31 @@ class Adapters:
     # -- what engines report ----------------------------------------------------------------------------------------
 
     def follow(self, engine: EngineChannel) -> None:
-        """Take over what an engine that is ready reports. One that has greeted anew then gets what it lacks."""
+        """Take over what an engine that is ready reports. Have it load what it lacks if it has greeted anew."""
         held = engine.held
-        if not engine.is_ready or held.by_name is None:
+        if not engine.is_ready or (held.by_name is None and held.limits is not None):
             return
+        if held.by_name is not None:
+            self._take_over(engine, held.by_name)
+        if self._greeted.get(engine) != held.greetings:
+            self._greeted[engine] = held.greetings
+            self._begin(self._restore(engine))
+
+    def _take_over(self, engine: EngineChannel, by_name: Mapping[str, Adapter]) -> None:
+        """Take over what has changed since the engine's last report."""
         epoch, before = self._reported.get(engine, (None, {}))
-        self._reported[engine] = held.epoch, held.by_name
-        has_joined = epoch != held.epoch
-        for name, adapter in held.by_name.items():
+        self._reported[engine] = engine.held.epoch, by_name
+        has_joined = epoch != engine.held.epoch
+        for name, adapter in by_name.items():
             if has_joined and self.holders(name):
                 continue  # what the others hold counts: it has missed a change
             if has_joined or name not in before or before[name].identity != adapter.identity:
                 self.known[name] = adapter
                 if has_joined and self._declared.get(name, adapter.path) != adapter.path:
                     self._note_other(engine, adapter)
-        for name in () if has_joined else before.keys() - held.by_name.keys():
+        for name in () if has_joined else before.keys() - by_name.keys():
             if name in self.known and self.known[name].identity == before[name].identity:
                 self._drop(name)
-        if self._greeted.get(engine) is not held.limits:
-            self._greeted[engine] = held.limits
-            self._begin(self._restore(engine))
 
     def _drop(self, name: str) -> None:
         """Forget what a name means: an engine has been asked to. Another one may still hold what it meant before."""
@@ -148,7 +161,7 @@ class Adapters:
                 except Unavailable:
                     return  # it is lost again
                 except PagodaError as error:
-                    self._note_fault(engine, name, error)
+                    await self._note_fault(engine, name, error)
 
     async def _bring(self, engine: EngineChannel, name: str) -> None:
         """Have an engine hold what a name means. Raises PagodaError."""
@@ -158,11 +171,11 @@ class Adapters:
         elif known is None and (path := self._declared.get(name)) is not None:
             self.known[name] = await self._load_on(engine, name, path)
 
-    def _note_fault(self, engine: EngineChannel, name: str, error: PagodaError) -> None:
+    async def _note_fault(self, engine: EngineChannel, name: str, error: PagodaError) -> None:
         self._faults[name, engine.name] = error.message
         log.error("the engine at %s cannot load the adapter %s: %s", engine.label, name, error.message)
-        if name not in self.known:
-            self._on_fault(name, error)
+        if name not in self.known and self._on_fault is not None:
+            await self._on_fault(name, error)
 
     def _note_other(self, engine: EngineChannel, adapter: Adapter) -> None:
         why = f"--lora says {self._declared[adapter.name]}; what it has from {adapter.path} stays until it is replaced"
@@ -188,19 +201,30 @@ class Adapters:
         return await asyncio.shield(self._begin(change()))
 
     async def unload(self, name: str) -> None:
-        """Have every engine forget an adapter. Raises NotFound, ResourceExhausted, Unavailable."""
+        """Have every engine forget an adapter. Raises NotFound, ResourceExhausted, Unavailable.
+
+        All engines are asked, whatever is known here: another router may have had them load it just now.
+        """
 
         async def change() -> None:
             async with self._turn():
-                if name not in self:
-                    raise NotFound("lora_name: no adapter of this name is loaded")
                 if not self._engines.ready:  # other routers, which learn of it from an engine, would load it again
                     raise Unavailable("no engine is ready", retry_after_s=self._engines.retry_after_s)
+                is_known = name in self
+                lost: Unavailable | None = None
                 self._forget(name)
-                for engine in self._engines.ready:
-                    if name in (engine.held.by_name or {}):
-                        with contextlib.suppress(NotFound, Unavailable):  # one that is lost forgets when it is back
-                            await self._unload_from(engine, name)
+                able = [each for each in self._engines.ready if each.held.limits is not None]
+                able.sort(key=lambda each: _rank(each, name))  # the order of loads, so that it overtakes none
+                for engine in able:
+                    try:
+                        await self._unload_from(engine, name)
+                        is_known = True
+                    except Unavailable as error:  # when it is back, it forgets what was known here
+                        lost = error
+                    except NotFound:
+                        pass
+                if not is_known:
+                    raise lost or NotFound("lora_name: no adapter of this name is loaded")
 
         await asyncio.shield(self._begin(change()))
 

@@ -82,7 +82,7 @@ class EngineChannel:
         trust: ChannelTrust | None = None,
         cached_bits: CachedBits | None = None,
         block_events: BlockEvents | None = None,
-        on_adapters: Callable[[EngineChannel], None] = lambda channel: None,
+        on_adapters: Callable[[EngineChannel], Awaitable[None]] | None = None,
     ) -> None:
         self.address = address
         self.name = name or address
@@ -365,7 +365,8 @@ class EngineChannel:
                     self.questions.adapter_answered(message.adapter_answer)
                 case "adapters":
                     self.held.report(message.adapters)
-                    self._on_adapters(self)
+                    if self._on_adapters is not None:
+                        await self._on_adapters(self)
                 case "trace":
                     self.questions.traced(message.trace)
 

@@ -52,9 +52,11 @@ class HeldAdapters:
     limits       of its connection; None: it takes no adapters, or is lost
     epoch        of the engine that has reported last
     by_name      None: it has not reported since it greeted
+    greetings    how often it has greeted
     """
 
     def __init__(self) -> None:
+        self.greetings = 0
         self.limits: engine_pb2.AdapterLimits | None = None
         self.epoch = 0
         self.by_name: Mapping[str, Adapter] | None = None
@@ -69,6 +71,7 @@ class HeldAdapters:
     def greet(self, hello: engine_pb2.EngineMessage) -> bool:
         """Take the limits beside an engine's hello. Return whether it can report what it holds."""
         self.lose()
+        self.greetings += 1
         self.epoch = hello.epoch
         self.limits = hello.adapter_limits if hello.HasField("adapter_limits") else None
         return self.limits is not None
@@ -77,9 +80,10 @@ class HeldAdapters:
         self._set({each.name: Adapter.of(each) for each in adapters.held})
 
     def change(self, *, gone: str = "", new: Adapter | None = None) -> None:
-        """Take over what an engine has answered. Its report of it comes later."""
-        kept = {name: each for name, each in (self.by_name or {}).items() if name != gone}
-        self._set(kept if new is None else kept | {new.name: new})
+        """Take over what an engine has answered, ahead of its report. Its first report has it."""
+        if self.by_name is not None:
+            kept = {name: each for name, each in self.by_name.items() if name != gone}
+            self._set(kept if new is None else kept | {new.name: new})
 
     def lose(self) -> None:
         self.limits, self.by_name, self._identities = None, None, frozenset()

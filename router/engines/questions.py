@@ -20,6 +20,8 @@ from ..errors import (
 )
 from .held_adapters import Adapter
 
+RETRY_FULL_S = 60.0  # no place gets free by itself: Pagoda's clients do not repeat a call after so long
+
 
 class Questions:
     """Flushes of the prefix cache, step traces, and adapters to load and unload.
@@ -128,7 +130,7 @@ def fault_of(error: engine_pb2.AdapterError) -> PagodaError:
         case engine_pb2.ADAPTER_FAULT_INVALID:
             return InvalidArgument("lora_path", detail)
         case engine_pb2.ADAPTER_FAULT_FULL:
-            return ResourceExhausted(detail, reason="ADAPTERS_FULL")
+            return ResourceExhausted(detail, reason="ADAPTERS_FULL", retry_after_s=RETRY_FULL_S)
         case engine_pb2.ADAPTER_FAULT_TAKEN:
             return AlreadyExists(f"lora_name: {detail}")
         case _:

@@ -34,7 +34,9 @@ MAX_TENANTS_LISTED = 64
 
 
 class ServingState:
-    """Whether this router can serve: an engine is ready, or requests wait for one, and the router is not draining.
+    """Whether this router can serve: an engine is ready, with the adapters of --lora, or requests wait for one.
+
+    It cannot while it drains.
 
     models  with several, health is also that of each, as `pagoda.v1.Inference/NAME`
     """
@@ -52,8 +54,10 @@ class ServingState:
     def state(self) -> control_pb2.ServerState:
         if self._admission.is_draining:
             return control_pb2.SERVER_STATE_DRAINING
-        if self._waiting.is_on or any(model.engines.refusal() is None for model in self._models):
+        if self._waiting.is_on or any(model.is_ready for model in self._models):
             return control_pb2.SERVER_STATE_SERVING
+        if self._models.refusal() is None:  # adapters are being loaded
+            return control_pb2.SERVER_STATE_STARTING
         if any(channel.has_been_ready for channel in self._fleet.channels):
             return control_pb2.SERVER_STATE_UNAVAILABLE
         return control_pb2.SERVER_STATE_STARTING
@@ -66,8 +70,8 @@ class ServingState:
         for service in INFERENCE_SERVICES:
             await self.health.set(service, serving if is_serving else not_serving)
         for model in self._models if len(self._models) > 1 else ():
-            has_engine = is_serving and (self._waiting.is_on or model.engines.refusal() is None)
-            await self.health.set(f"{INFERENCE_SERVICES[1]}/{model.name}", serving if has_engine else not_serving)
+            is_ready = is_serving and (self._waiting.is_on or model.is_ready)
+            await self.health.set(f"{INFERENCE_SERVICES[1]}/{model.name}", serving if is_ready else not_serving)
         for service in OTHER_SERVICES:
             await self.health.set(service, serving)
 

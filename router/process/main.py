@@ -20,7 +20,7 @@ from ...runtime.followed import wait_until_read
 from ...runtime.logs import start_logging
 from ...runtime.parent_watch import exit_with_parent
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
-from ...settings.router import SPAWN, named_models
+from ...settings.router import SPAWN, named_loras, named_models
 from ...settings.sources import misspelt_variables
 from ..config_error import ConfigError
 from ..engines.handshake import channel_trust
@@ -55,6 +55,8 @@ def serve(config: ServeConfig, progress: Progress | None = None) -> int:
             if (called := name or other.name) in folders:
                 raise ConfigError(f"--also-serve: two models are called {called}: give one another name, NAME={wanted}")
             folders[called] = other.folder
+        if taken := folders.keys() & dict(named_loras(config.lora)).keys():
+            raise ConfigError(f"--lora: {min(taken)} is the name of a served model")
         event_loop.run(Workers(named, folders).run())
 
     return _exit_code_of(run, config)

@@ -205,18 +205,30 @@ class Router:
         adapters = Adapters(engines, declared, self._on_adapter_fault, inherited)
         return ServedModel.of(self._config, name, self._folders[name], self._tokenizers[name], engines, adapters)
 
-    def _on_adapter_fault(self, name: str, error: PagodaError) -> None:
+    async def _on_adapter_fault(self, name: str, error: PagodaError) -> None:
         """An adapter of --lora cannot be loaded: no start of the only engine would change that."""
         if self._config.has_one_engine:
             self._fail(ConfigError(f"--lora: {name} cannot be loaded: {error.message}"))
+        else:
+            await self._look_again()
 
-    def _on_adapters(self, engine: EngineChannel) -> None:
+    async def _on_adapters(self, engine: EngineChannel) -> None:
+        self._follow_adapters(engine)
+        await self._look_again()
+
+    def _follow_adapters(self, engine: EngineChannel) -> None:
         for model in self._models:
             if model.name == engine.model:
                 model.adapters.follow(engine)
-                self._waiting.look_again()
                 if self._is_engine_ours:
                     self._keep(model.adapters)
+
+    async def _look_again(self) -> None:
+        """Report the state, and have requests that wait try once more, after a change of engines or adapters."""
+        self._waiting.look_again()
+        await self._state.refresh()
+        if self._fleet.ready and all(model.adapters.are_loaded for model in self._models):
+            self._parent.is_ready()
 
     def _keep(self, adapters: Adapters) -> None:
         """Have the parent keep what requests may name, where that has changed."""
@@ -334,11 +346,9 @@ class Router:
                     model.engines.follow_caches()
                 model.adopt([channel.info for channel in model.engines.ready if channel.info])
             self._share(infos)
-            self._parent.is_ready()
             for channel in self._fleet.ready:
-                self._on_adapters(channel)
-        self._waiting.look_again()
-        await self._state.refresh()
+                self._follow_adapters(channel)
+        await self._look_again()
 
     def _share(self, engines: Sequence[control_pb2.EngineInfo]) -> None:
         """Share the places of all engines between tenants as the engines do, and admit as much as fits them."""

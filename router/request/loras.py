@@ -10,7 +10,7 @@ from pathlib import Path
 from pagoda.v1 import admin_pb2, control_pb2
 
 from ...settings.request import MAX_ADAPTER_NAME, MAX_ADAPTER_PATH
-from ..errors import AlreadyExists, InvalidArgument, NotFound
+from ..errors import AlreadyExists, InvalidArgument, NotFound, PagodaError, Unavailable
 from ..tenants.caller import Right, caller
 from .models import ServedModel, ServedModels
 
@@ -34,7 +34,7 @@ class Loras:
         Raises InvalidArgument, NotFound, AlreadyExists, and what `Adapters.load` raises.
         """
         name, model = request.lora_name, self._models.named(request.model).model
-        self._check_name(name, model)
+        self._check_free(name, model)
         self._loading.append((name, model))
         try:
             path = await asyncio.to_thread(confined, self._folder, request.lora_path)
@@ -44,29 +44,37 @@ class Loras:
         return described(model, name)
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter from every engine. Raises NotFound, and what `Adapters.unload` raises."""
-        for model in self._models:
-            if name in model.adapters:
+        """Unload an adapter from every engine. Raises InvalidArgument, and what `Adapters.unload` raises."""
+        _check_name(name)
+        refusals: list[PagodaError] = []
+        for model in [each for each in self._models if name in each.adapters] or list(self._models):
+            try:
                 await model.adapters.unload(name)
                 return
-        raise NotFound("lora_name: no adapter of this name is loaded")
+            except (NotFound, Unavailable) as error:
+                refusals.append(error)
+        raise max(refusals, key=lambda each: isinstance(each, Unavailable))  # engines that are away may hold it
 
     def all(self) -> Iterator[control_pb2.LoraAdapter]:
         for model in self._models:
             yield from adapters_of(model)
 
-    def _check_name(self, name: str, model: ServedModel) -> None:
-        if not name:
-            raise InvalidArgument("lora_name", "is empty")
-        if len(name) > MAX_ADAPTER_NAME:
-            raise InvalidArgument("lora_name", f"has {len(name)} characters, at most {MAX_ADAPTER_NAME}")
-        if not name.isprintable():
-            raise InvalidArgument("lora_name", "holds characters that are not printable")
+    def _check_free(self, name: str, model: ServedModel) -> None:
+        _check_name(name)
         for each in self._models:
             if each.is_called(name):
                 raise InvalidArgument("lora_name", "is the name of a served model")
             if each is not model and (name in each.adapters or (name, each) in self._loading):
                 raise AlreadyExists("lora_name: an adapter of another model has this name")
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise InvalidArgument("lora_name", "is empty")
+    if len(name) > MAX_ADAPTER_NAME:
+        raise InvalidArgument("lora_name", f"has {len(name)} characters, at most {MAX_ADAPTER_NAME}")
+    if not name.isprintable():
+        raise InvalidArgument("lora_name", "holds characters that are not printable")
 
 
 def adapters_of(model: ServedModel) -> Iterator[control_pb2.LoraAdapter]:
@@ -110,4 +118,6 @@ def confined(folder: Path | None, given: str) -> str:
         raise NotFound("lora_path: nothing is there in --lora-dir") from None
     if not all(each.is_relative_to(root) for each in (path, *files)):
         raise leads_out
+    if not str(path).isprintable():  # a link may lead to a name that is not even text
+        raise InvalidArgument("lora_path", "leads to a name with characters that are not printable")
     return str(path)

@@ -14,6 +14,7 @@ from ...checkpoints.folder import read_json_object
 from ...settings import ServeConfig
 from ..answers.formats import AnswerFormat, format_of
 from ..engines.adapters import Adapters
+from ..engines.channel import RETRY_AFTER_S
 from ..engines.fleet import Engines
 from ..errors import InvalidArgument, NotFound, PagodaError, Unavailable
 from ..tenants.caller import caller
@@ -96,6 +97,11 @@ class ServedModel:
             kv_token_capacity=min(info.kv_cache.token_capacity for info in ready),
             hidden_size=min(info.hidden_size for info in ready),
         )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can name it, and what --lora has them name in its place."""
+        return self.engines.refusal() is None and self.adapters.are_loaded
 
     def check_ready(self) -> None:
         """Raise Unavailable if no engine that has the model is ready."""
@@ -187,6 +193,13 @@ class ServedModels:
             return None
         delays = [delay for model in self._models if (delay := model.engines.retry_after_s) is not None]
         return Unavailable("no engine of any model is ready", retry_after_s=min(delays, default=None))
+
+    def check_listable(self) -> None:
+        """Raise Unavailable unless a model `is_ready`: a list would lack names that requests can use in a moment."""
+        if (why := self.refusal()) is not None:
+            raise why
+        if not any(model.is_ready for model in self._models):
+            raise Unavailable("the adapters of --lora are being loaded", retry_after_s=RETRY_AFTER_S[0])
 
 
 def _may_name(model: ServedModel, adapter: str) -> bool:

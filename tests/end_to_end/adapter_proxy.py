@@ -28,7 +28,8 @@ class AdapterProxy(engine_pb2_grpc.EngineServicer):
     submitted  counts requests by the identity of their adapter
     faults     by path: what loads of it end with
     loads      counts them by path
-    may_load   loads wait until it is set
+    may_load   loads wait until it is set; loads_waiting counts them
+    is_silent  it reports no changes
     calls      by connection of a router, what it is still to be sent
     """
 
@@ -39,6 +40,8 @@ class AdapterProxy(engine_pb2_grpc.EngineServicer):
         self.loads: Counter[str] = Counter()
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.loads_waiting = 0
+        self.is_silent = False
         self._engine = engine
         self._epoch = 0
         self.calls: dict[Any, asyncio.Queue[engine_pb2.EngineMessage]] = {}
@@ -97,7 +100,9 @@ class AdapterProxy(engine_pb2_grpc.EngineServicer):
         async for message in requests:
             match message.WhichOneof("message"):
                 case "load_adapter":
+                    self.loads_waiting += 1
                     await self.may_load.wait()
+                    self.loads_waiting -= 1
                     out.put_nowait(self._answered(message.load_adapter.number, self._load(message.load_adapter)))
                     self.report()
                 case "unload_adapter":
@@ -144,7 +149,7 @@ class AdapterProxy(engine_pb2_grpc.EngineServicer):
         return found
 
     def report(self) -> None:
-        for out in self.calls.values():
+        for out in () if self.is_silent else self.calls.values():
             out.put_nowait(self._message(adapters=engine_pb2.Adapters(held=self.held.values())))
 
     def _answered(self, number: int, result: engine_pb2.Adapter | engine_pb2.AdapterError) -> engine_pb2.EngineMessage:

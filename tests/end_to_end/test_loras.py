@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import signal
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -17,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -30,7 +32,7 @@ from tests.servers import ROOT, Server, running_engine, running_server
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 
 MODEL = ("--model", "synthetic")
-TOKENS = {"acme": [], "brown": [], "operators": ["admin", "observe", "act_for_tenants"]}
+TOKENS = {"acme": [], "brown": [], "loaders": ["admin"], "operators": ["admin", "observe", "act_for_tenants"]}
 TENANTS = '[tenant.acme]\nadapters = ["pirate"]\n[tenant.brown]\nadapters = []\n' + "".join(
     f'[[token]]\nsha256 = "{hashlib.sha256(f"token of {name}".encode()).hexdigest()}"\n'
     f'tenant = "{name}"\nrights = {json.dumps(rights)}\n'
@@ -156,6 +158,28 @@ async def fleet(
 
         await until(all_are_ready)
         yield found
+
+
+@contextlib.asynccontextmanager
+async def router_beside(server: Fleet, folder: Path, ends: str, engines: int) -> AsyncIterator[Fleet]:
+    """Another router of the same engines, which lists them in another order. Their addresses have these ends."""
+    listed = ",".join(f"e{at}=unix:{folder}/{at}.{ends}" for at in reversed(range(engines)))
+    starting = running_server(*MODEL, "--engine", listed, "--lora-dir", str(server.folder), ready=False)
+    with contextlib.ExitStack() as stack:
+        other = await asyncio.to_thread(stack.enter_context, starting)
+        await asyncio.to_thread(other.wait_ready)
+        async with grpc.aio.insecure_channel(other.address) as channel:
+            yield Fleet(server.folder, other, server.proxies, [], channel)
+
+
+async def pagoda(*arguments: str) -> tuple[int, str]:
+    """The exit code of a command, and what it has printed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pagoda_server.cli", *arguments,
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    printed, _ = await process.communicate()
+    return process.returncode or 0, printed.decode()
 
 
 @contextlib.contextmanager
@@ -316,9 +340,18 @@ async def test_paths_and_names_that_a_client_must_not_give_are_refused_before_an
         for path in ("missing", "circle", "one/adapter_config.json/x"):
             with refused(NOT_FOUND, "lora_path"):
                 await server.load("a", path)
-        for name in ("", "x" * 129, "a\nb", "\x1b[2J", "synthetic"):
+        names = ("", "x" * 129, "x" * 10_000, "a\nb", "a\0", "\x1b[2J")
+        for name in (*names, "synthetic"):
             with refused(INVALID, "lora_name"):
                 await server.load(name, "one")
+        for name in names:
+            with refused(INVALID, "lora_name"):
+                await server.unload(name)
+            assert (await server.http("/v1/unload_lora_adapter", {"lora_name": name}))[0] == 400
+            for fields in ({"model": name or "none"}, {"lora_name": name or "none"}):
+                with refused(NOT_FOUND) as caught:
+                    await server.ask(**fields)
+                assert len(caught.value.details()) < 200, "it does not come back"
         with refused(NOT_FOUND, "model"):
             await server.load("a", "one", model="other")
         for body in ({}, {"lora_name": 5}, {"lora_name": "a", "lora_path": "one", "rank": 3}, {"lora_name": "\ud800"}):
@@ -327,6 +360,10 @@ async def test_paths_and_names_that_a_client_must_not_give_are_refused_before_an
         assert not server.proxies[0].loads
         # Names of 128 characters, and paths that are absolute and inside, are in order.
         await server.load("é" * 128, str(server.folder / "one"))
+        await server.load("../a/b%2f?c#d", "one")
+        status, _ = await server.http("/v1/completions", {"model": "../a/b%2f?c#d", "prompt": "x", "max_tokens": 1})
+        assert status == 200
+        await server.unload("../a/b%2f?c#d")
         status, _ = await server.http("/v1/load_lora_adapter", {"lora_name": "b", "lora_path": "two/../two"})
         assert status == 200
         assert sorted(await server.listed()) == ["b", "é" * 128]
@@ -338,38 +375,60 @@ async def test_paths_and_names_that_a_client_must_not_give_are_refused_before_an
 async def test_of_two_routers_that_load_a_name_at_once_one_gets_it_on_every_engine(
     tmp_path: Path, engines: int
 ) -> None:
-    async with fleet(tmp_path, engines=engines, has_proxies=False) as server:
-        # The other router lists the engines in another order.
-        listed = ",".join(f"e{at}=unix:{tmp_path}/{at}.sock" for at in reversed(range(engines)))
-        starting = running_server(*MODEL, "--engine", listed, "--lora-dir", str(server.folder), ready=False)
-        with contextlib.ExitStack() as stack:
-            other = await asyncio.to_thread(stack.enter_context, starting)
-            await asyncio.to_thread(other.wait_ready)
-            async with grpc.aio.insecure_channel(other.address) as channel:
-                second = Fleet(server.folder, other, [], [], channel)
+    async with (
+        fleet(tmp_path, engines=engines, has_proxies=False) as server,
+        router_beside(server, tmp_path, "sock", engines) as second,
+    ):
 
-                async def both_hold(name: str, identity: bytes) -> bool:
-                    found = [(await each.loras()).get(name) for each in (server, second)]
-                    return all(
-                        each is not None and bytes.fromhex(each.identity) == identity and len(each.engines) == engines
-                        for each in found
-                    )
+        async def both_hold(name: str, identity: bytes) -> bool:
+            found = [(await each.loras()).get(name) for each in (server, second)]
+            return all(
+                each is not None and bytes.fromhex(each.identity) == identity and len(each.engines) == engines
+                for each in found
+            )
 
-                ready = await second.load("ready", "one")
-                await until(lambda: both_hold("ready", bytes.fromhex(ready.identity)))
-                for turn in range(6):
-                    asked = [(server, "one"), (second, "two")][:: 1 if turn % 2 else -1]
-                    calls = (each.load(f"a{turn}", path) for each, path in asked)
-                    results = await asyncio.gather(*calls, return_exceptions=True)
-                    (won,) = [each for each in results if isinstance(each, control_pb2.LoraAdapter)]
-                    (lost,) = [each for each in results if isinstance(each, grpc.RpcError)]
-                    assert (lost.code(), won.identity in lost.details()) == (EXISTS, True)
-                    identity = bytes.fromhex(won.identity)
-                    await until(lambda name=f"a{turn}", identity=identity: both_hold(name, identity))
-                    calls = (each.load(f"b{turn}", path) for each, path in ((server, "one"), (second, "one")))
-                    assert len({each.identity for each in await asyncio.gather(*calls)}) == 1, "the same bytes"
-                with refused(EXISTS, ready.identity):
-                    await second.load("ready", "two")
+        ready = await second.load("ready", "one")
+        await until(lambda: both_hold("ready", bytes.fromhex(ready.identity)))
+        for turn in range(6):
+            asked = [(server, "one"), (second, "two")][:: 1 if turn % 2 else -1]
+            calls = (each.load(f"a{turn}", path) for each, path in asked)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            (won,) = [each for each in results if isinstance(each, control_pb2.LoraAdapter)]
+            (lost,) = [each for each in results if isinstance(each, grpc.RpcError)]
+            assert (lost.code(), won.identity in lost.details()) == (EXISTS, True)
+            identity = bytes.fromhex(won.identity)
+            await until(lambda name=f"a{turn}", identity=identity: both_hold(name, identity))
+            calls = (each.load(f"b{turn}", path) for each, path in ((server, "one"), (second, "one")))
+            assert len({each.identity for each in await asyncio.gather(*calls)}) == 1, "the same bytes"
+        with refused(EXISTS, ready.identity):
+            await second.load("ready", "two")
+        for turn in range(6):
+            await server.unload(f"a{turn}")
+            await second.load(f"a{turn}", "two")
+            await server.unload(f"a{turn}")
+        assert not {f"a{turn}" for turn in range(6)} & (await server.loras()).keys()
+
+
+async def test_a_router_unloads_what_another_one_has_loaded_just_now(tmp_path: Path) -> None:
+    async with fleet(tmp_path, engines=2) as server, router_beside(server, tmp_path, "proxy", 2) as second:
+        for proxy in server.proxies:
+            proxy.is_silent = True
+        await server.load("a", "one")
+        assert await second.loras() == {}, "it has not heard of it"
+        await second.unload("a")
+        assert [proxy.held for proxy in server.proxies] == [{}, {}]
+        with refused(NOT_FOUND, "lora_name"):
+            await second.unload("a")
+        for proxy in server.proxies:
+            proxy.is_silent = False
+            proxy.report()
+
+        async def nothing_is_left() -> bool:
+            return not await server.loras()
+
+        await until(nothing_is_left)
+        with refused(NOT_FOUND):
+            await server.ask(model="a")
 
 
 async def test_a_flood_of_loads_is_refused_and_disturbs_no_stream(tmp_path: Path) -> None:
@@ -386,6 +445,9 @@ async def test_a_flood_of_loads_is_refused_and_disturbs_no_stream(tmp_path: Path
         assert set(codes) == {None, EXHAUSTED}
         assert len((await stream).ids()) == 300
         assert len(await server.loras()) == MAX_LOADED
+        with refused(EXHAUSTED, "adapters are loaded") as caught:
+            await server.load("more", "one")
+        assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "60000"
 
 
 async def test_a_tenant_finds_and_names_its_own_adapters_alone(tmp_path: Path) -> None:
@@ -419,7 +481,22 @@ async def test_a_tenant_finds_and_names_its_own_adapters_alone(tmp_path: Path) -
             body = {"model": name, "prompt": "x" * 300_000, "max_tokens": 1}  # so large that a thread parses it
             assert (await tenant.http("/v1/completions", body))[0] == 404
             assert (await tenant.http(f"/v1/models/{name}"))[0] == 404
+            assert (await tenant.http("/tokenize", {"model": name, "prompt": "x"}))[0] == 404
+            embedding = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="x")], lora_name=name)
+            with refused(NOT_FOUND):
+                await tenant.inference.Embed(embedding, timeout=60, metadata=tenant.metadata)
+            ready = server.channel.unary_unary(
+                "/inference.GRPCInferenceService/ModelReady",
+                request_serializer=kserve_pb2.ModelReadyRequest.SerializeToString,
+                response_deserializer=kserve_pb2.ModelReadyResponse.FromString,
+            )
+            assert not (await ready(kserve_pb2.ModelReadyRequest(name=name), metadata=tenant.metadata)).ready
         assert len(texts) == 1, "an adapter of others looks like one that is not there"
+        where = ("--address", server.server.address)
+        code, printed = await pagoda("lora", "list", *where, "--token", "token of loaders")
+        assert (code, [line.split()[-1] for line in printed.splitlines()]) == (0, ["Engines", "loaded", "loaded"])
+        code, printed = await pagoda("lora", "list", *where, "--token", "token of operators")
+        assert (code, [line.split()[-1] for line in printed.splitlines()]) == (0, ["Engines", "e0", "e0"])
         acting = Fleet(
             server.folder, server.server, server.proxies, server.engines, server.channel,
             (*operators.metadata, ("x-pagoda-tenant", "brown")),
@@ -601,8 +678,8 @@ async def until_answers(server: Fleet, adapter: str) -> None:
 
 async def test_adapters_of_the_settings_are_there_from_the_start_and_a_broken_one_ends_it(tmp_path: Path) -> None:
     async with fleet(tmp_path, declares=("one", "two")) as server:
-        await until_answers(server, "one")
-        await until_answers(server, "two")
+        await server.ask(model="one")
+        await server.ask(model="two")
         assert sorted(await server.listed()) == ["one", "two"]
     adapter(tmp_path / "loras" / "one", "")
     with running_engine(f"unix:{tmp_path}/alone.sock", *MODEL):
@@ -611,6 +688,65 @@ async def test_adapters_of_the_settings_are_there_from_the_start_and_a_broken_on
             with running_server(*MODEL, *where, ready=False) as failing:
                 assert await asyncio.to_thread(failing.process.wait, 60) == EXIT_CONFIG
                 assert "--lora: bad cannot be loaded" in failing.tail()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--lora", "synthetic=x"), "--lora: synthetic is the name of a served model"),
+        (
+            ("--lora", "sql=x", "--max-adapters", "0"),
+            "--lora: sql cannot be loaded: lora_name: needs engines with slots",
+        ),
+        (("--lora", "sql=/dev/null/x"), "--lora: sql cannot be loaded: lora_path: "),
+    ],
+)
+def test_adapters_of_the_settings_that_cannot_be_served_end_the_start(arguments: tuple[str, ...], why: str) -> None:
+    failed = subprocess.run(
+        [sys.executable, "-m", "pagoda_server.cli", "serve", *MODEL, "--listen", "127.0.0.1:0", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (failed.returncode, why in failed.stderr) == (EXIT_CONFIG, True), failed.stderr
+
+
+async def test_a_server_is_ready_once_the_adapters_of_its_settings_are_loaded(tmp_path: Path) -> None:
+    adapter(tmp_path / "one", "one")
+    seen, address = f"unix:{tmp_path}/0.proxy", f"unix:{tmp_path}/0.sock"
+    async with AdapterProxy(seen, address).running() as proxy:
+        proxy.may_load.clear()
+        where = ("--engine", seen, "--http", "127.0.0.1:0", "--lora", f"sql={tmp_path}/one")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(running_engine(address, *MODEL))
+            starting = running_server(*MODEL, *where, ready=False)
+            started = await asyncio.to_thread(stack.enter_context, starting)
+            async with grpc.aio.insecure_channel(started.address) as channel:
+                server = Fleet(tmp_path, started, [proxy], [], channel)
+                await until(lambda: proxy.loads_waiting)
+                assert await asyncio.to_thread(started.health) == health_pb2.HealthCheckResponse.NOT_SERVING
+                assert not (await server.loras())["sql"].ready
+                assert (await server.http("/v1/models"))[0] == 503
+                proxy.may_load.set()
+                await asyncio.to_thread(started.wait_ready)
+                await server.ask(model="sql")
+                assert await server.listed() == ["sql"]
+
+
+async def test_a_server_without_engines_lists_the_adapters_that_requests_can_wait_for(tmp_path: Path) -> None:
+    adapter(tmp_path / "one", "one")
+    address = f"unix:{tmp_path}/0.sock"
+    where = ("--engine", address, "--engine-wait-s", "60", "--http", "127.0.0.1:0", "--lora", f"sql={tmp_path}/one")
+    with contextlib.ExitStack() as stack:
+        started = await asyncio.to_thread(stack.enter_context, running_server(*MODEL, *where))
+        async with grpc.aio.insecure_channel(started.address) as channel:
+            server = Fleet(tmp_path, started, [], [], channel)
+            status, models = await server.http("/v1/models")
+            assert (status, [each["id"] for each in models["data"]]) == (200, ["synthetic", "sql"])
+            assert (await server.http("/v1/models/sql"))[0] == 200
+            assert (await server.http("/v1/models/gone"))[0] == 404
+            waiting = asyncio.create_task(server.ask(model="sql"))
+            await asyncio.sleep(0.2)
+            stack.enter_context(running_engine(address, *MODEL))
+            assert len((await waiting).ids()) == 3
 
 
 async def test_what_one_router_loads_and_unloads_the_others_learn_from_the_engines(tmp_path: Path) -> None:
@@ -665,18 +801,12 @@ async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_en
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, starting)
 
-        async def pagoda(*arguments: str) -> tuple[int, str]:
-            where = () if arguments[0] == "upgrade" else ("--address", server.address)
-            command = (sys.executable, "-m", "pagoda_server.cli", *arguments, *where)
-            process = await asyncio.create_subprocess_exec(
-                *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-            )
-            printed, _ = await process.communicate()
-            return process.returncode or 0, printed.decode()
+        async def asked(*arguments: str) -> tuple[int, str]:
+            return await pagoda(*arguments, "--address", server.address)
 
-        code, printed = await pagoda("lora", "add", "second", "one", "--pin")
+        code, printed = await asked("lora", "add", "second", "one", "--pin")
         assert (code, printed.split(":")[0]) == (0, "second"), printed
-        code, printed = await pagoda("lora", "list")
+        code, printed = await asked("lora", "list")
         assert code == 0
         assert [line.split()[:2] for line in printed.splitlines()[1:]] == [
             ["first", "synthetic"],
@@ -684,19 +814,19 @@ async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_en
         ]
         assert "pinned" in printed
         adapter(tmp_path / "other", "other")
-        assert (await pagoda("lora", "add", "second", "one"))[0] == 0, "it is loaded already, and stays pinned"
-        code, printed = await pagoda("lora", "add", "second", "other")
+        assert (await asked("lora", "add", "second", "one"))[0] == 0, "it is loaded already, and stays pinned"
+        code, printed = await asked("lora", "add", "second", "other")
         assert (code, "replace" in printed) == (1, True)
-        code, printed = await pagoda("lora", "add", "third", "..")
+        code, printed = await asked("lora", "add", "third", "..")
         assert (code, "leads out of --lora-dir" in printed) == (1, True)
         for _ in range(2):
-            code, printed = await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
+            code, printed = await asked("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
             assert code == 0, printed
-            assert "pinned" in (await pagoda("lora", "list"))[1]
+            assert "pinned" in (await asked("lora", "list"))[1]
             async with asyncio.timeout(120):  # until what was replaced before has ended
                 while (await pagoda("upgrade", str(server.process.pid)))[0]:  # noqa: ASYNC110 - of other processes
                     await asyncio.sleep(0.5)
-        assert (await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3"))[0] == 0
-        assert await pagoda("lora", "remove", "second") == (0, "removed second\n")
-        code, printed = await pagoda("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
+        assert (await asked("generate", "--raw", "once", "--model", "second", "--max-tokens", "3"))[0] == 0
+        assert await asked("lora", "remove", "second") == (0, "removed second\n")
+        code, printed = await asked("generate", "--raw", "once", "--model", "second", "--max-tokens", "3")
         assert (code, "model: not served here" in printed) == (1, True)

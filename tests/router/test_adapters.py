@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Process:
         self.epoch = next(_epochs)
         self.held: dict[str, engine_pb2.Adapter] = {}
         self.channels: list[Channel] = []
+        self.is_silent = False  # it reports no changes
 
     def restart(self) -> None:
         for channel in self.channels:
@@ -54,7 +56,7 @@ class Process:
         return self.held[name]
 
     def report(self) -> None:
-        for channel in self.channels:
+        for channel in () if self.is_silent else self.channels:
             if channel.is_ready:
                 asyncio.get_running_loop().call_soon(channel.report, self.epoch)
 
@@ -132,18 +134,34 @@ class Known(Engines):
 class World:
     """Routers, each with a channel to every engine."""
 
-    def __init__(self, num_routers: int, num_engines: int) -> None:
+    def __init__(self, num_routers: int, num_engines: int, declared: dict[str, str] | None = None) -> None:
         self.files = dict.fromkeys(PATHS, 0)
         self.processes = [Process(self.files) for _ in range(num_engines)]
         self.routers: list[Adapters] = []
         self.channels: list[list[Channel]] = []
+        self.faults: list[str] = []  # adapters of the settings that an engine could not load, and none had
         for _ in range(num_routers):
             engines = Known()
-            router = Adapters(engines)
+            router = Adapters(engines, declared, self._on_fault)
             channels = [Channel(f"e{at}", each, router.follow) for at, each in enumerate(self.processes)]
             engines.all = channels[:: -1 if self.routers else 1]  # routers need not list engines in the same order
             self.routers.append(router)
             self.channels.append(channels)
+
+    async def _on_fault(self, name: str, error: PagodaError) -> None:
+        self.faults.append(name)
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Let no router hear of what others have engines do."""
+        for process in self.processes:
+            process.is_silent = True
+        try:
+            yield
+        finally:
+            for process in self.processes:
+                process.is_silent = False
+                process.report()
 
     async def settle(self) -> None:
         """Wait until nothing more happens."""
@@ -179,6 +197,7 @@ operations = st.lists(
     st.one_of(
         st.tuples(st.just("load"), st.integers(0, ROUTERS - 1), st.sampled_from(NAMES), st.sampled_from(PATHS)),
         st.tuples(st.just("load at once"), st.sampled_from(NAMES), st.permutations(PATHS)),
+        st.tuples(st.just("load, and unload elsewhere"), st.sampled_from(NAMES), st.sampled_from(PATHS)),
         st.tuples(st.just("unload"), st.sampled_from(NAMES)),
         st.tuples(st.just("restart"), st.integers(0, ENGINES - 1)),
         st.tuples(st.just("cut"), st.integers(0, ROUTERS - 1), st.integers(0, ENGINES - 1)),
@@ -212,6 +231,12 @@ def test_routers_agree_and_engines_hold_what_names_mean_whatever_happens_in_turn
                     )
                     if was_free and any(isinstance(each, Adapter) for each in found):
                         assert [type(each) for each in found].count(AlreadyExists) == 1, found
+                case "load, and unload elsewhere":
+                    name, path = arguments
+                    with contextlib.suppress(PagodaError), world.silent():
+                        await world.routers[0].load(name, path, is_pinned=False, replaces=True)
+                        await world.routers[1].unload(name)
+                        assert all(name not in process.held for process in world.processes)
                 case "unload":
                     for router in world.routers:  # as SharedAdmin does
                         with contextlib.suppress(NotFound):
@@ -227,6 +252,55 @@ def test_routers_agree_and_engines_hold_what_names_mean_whatever_happens_in_turn
             world.check()
 
     asyncio.run(run())
+
+
+async def test_a_router_unloads_what_another_one_has_loaded_just_now() -> None:
+    world = World(2, 2)
+    await world.settle()
+    first, second = world.routers
+    with world.silent():
+        await first.load("a", "one", is_pinned=False, replaces=False)
+        assert "a" not in second
+        await second.unload("a")
+        assert [process.held for process in world.processes] == [{}, {}]
+        with pytest.raises(NotFound):
+            await second.unload("a")
+    await world.settle()
+    world.check()
+    assert "a" not in first
+
+
+async def test_an_unload_that_an_engine_dies_of_is_found_only_if_the_adapter_was_known() -> None:
+    world = World(1, 1)
+    await world.settle()
+    await world.routers[0].load("a", "one", is_pinned=False, replaces=False)
+    for name in ("a", "b"):
+        unloading = asyncio.create_task(world.routers[0].unload(name))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        world.processes[0].restart()
+        if name == "a":
+            await unloading
+        else:
+            with pytest.raises(Unavailable, match="lost"):
+                await unloading
+        world.reconnect()
+        await world.settle()
+        world.check()
+    assert world.routers[0].names == []
+
+
+async def test_the_adapters_of_the_settings_are_loaded_once_an_engine_has_each_or_none_can() -> None:
+    world = World(1, 2, {"a": "one", "b": "two", "c": "one"})
+    (router,) = world.routers
+    assert not router.are_loaded
+    await world.settle()
+    assert router.are_loaded
+    assert set(world.faults) == {"c"}, "engines hold two"
+    assert "as many as it may" in router.fault("c")
+    assert sorted(router.known) == ["a", "b"]
+    world.processes[0].restart()
+    assert router.are_loaded, "it is about the start"
 
 
 async def test_a_load_that_an_engine_dies_of_is_kept_by_the_others_and_reaches_it_when_it_is_back() -> None:
@@ -266,6 +340,13 @@ def test_a_path_never_leads_out_of_the_folder(given: str, tmp_path: Path) -> Non
     (folder / "link").symlink_to(tmp_path)
     with pytest.raises(InvalidArgument, match="leads out"):
         confined(folder, given)
+
+
+def test_a_link_to_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    os.mkdir(os.fsencode(tmp_path) + b"/\xff")
+    (tmp_path / "alias").symlink_to(os.fsdecode(b"\xff"))
+    with pytest.raises(InvalidArgument, match="not printable"):
+        confined(tmp_path, "alias")
 
 
 def test_a_folder_may_be_a_link_itself_and_paths_in_it_lose_their_links(tmp_path: Path) -> None:

@@ -89,9 +89,15 @@ def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:
         return card | ({"parent": model.name} if target.adapter else {})
 
     async def all_models(request: Request) -> Response:
-        if not inference.services.waiting.is_on and (why := models.refusal()) is not None:
-            raise why
-        adapters = [Target(model, each.name) for model in models for each in adapters_of(model) if each.ready]
+        waits = inference.services.waiting.is_on
+        if not waits:
+            models.check_listable()
+        adapters = [
+            Target(model, each.name)
+            for model in models
+            for each in adapters_of(model)
+            if each.ready or (waits and not model.adapters.fault(each.name))
+        ]
         found = [*map(Target, models), *adapters]
         return JSONResponse({"object": "list", "data": [described(target) for target in found]})
 
