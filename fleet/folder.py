@@ -79,19 +79,16 @@ class FleetFolder:
         Raises CertsError, OSError.
         """
         self._certify(engine)
-        return {
-            "--channel-tls-cert": self._file(engine, "pem").read_bytes(),
-            "--channel-tls-key": self._file(engine, "key").read_bytes(),
-            "--channel-tls-ca": self._file(AUTHORITY, "pem").read_bytes(),
-            "--channel-token-file": (self.path / TOKEN).read_bytes(),
-        }
+        return self._guards(engine)
 
     def router_files(self) -> dict[str, bytes]:
         """The files of a router on another host, by option. Raises OSError."""
+        return {MEMBERS_OPTION: self.members_file()} | self._guards(ROUTER)
+
+    def _guards(self, name: str) -> dict[str, bytes]:
         return {
-            MEMBERS_OPTION: self.members_file(),
-            "--channel-tls-cert": self._file(ROUTER, "pem").read_bytes(),
-            "--channel-tls-key": self._file(ROUTER, "key").read_bytes(),
+            "--channel-tls-cert": self._file(name, "pem").read_bytes(),
+            "--channel-tls-key": self._file(name, "key").read_bytes(),
             "--channel-tls-ca": self._file(AUTHORITY, "pem").read_bytes(),
             "--channel-token-file": (self.path / TOKEN).read_bytes(),
         }
