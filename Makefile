@@ -40,7 +40,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-models wheels test-wheels lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
+.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-models wheels test-wheels test-images lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -120,6 +120,9 @@ wheels: $(PACK)           ## build both wheels, kernels compiled, into build/whe
 
 test-wheels: $(DEV)       ## install both wheels beside Hugging Face's `kernels`, and call the installed server
 	@$(BIN)/python -m pytest -v tests/test_wheels.py $(ARGS)
+
+test-images: $(DEV)       ## build the images and run them as the chart does; root, and Debian's buildah and debootstrap
+	@$(BIN)/python -m pytest -vs tests/counterparts/test_images.py $(ARGS)
 
 lint: $(DEV)              ## check the code with ruff and mypy, the protos with buf
 	@$(BIN)/ruff check .
