@@ -98,7 +98,8 @@ class CommonSettings(Settings):
     )
     hang_timeout_s: float = setting(
         60.0,
-        "Seconds without an answer of its loop after which an engine counts as dead. No step may be longer.",
+        "Seconds without an answer of its loop after which an engine counts as dead. Prompts are cut so that no step "
+        "is expected to take more than a quarter of it.",
         panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
     )  # fmt: skip
     log_level: LogLevel = setting("info", "Lowest severity of messages to log.")
@@ -315,6 +316,11 @@ class EngineSettings(CommonSettings):
     def target_itl_s(self) -> float | None:
         """The target in seconds; None: no target."""
         return self.target_itl_ms / 1e3 if self.target_itl_ms else None
+
+    @property
+    def longest_step_s(self) -> float:
+        """How long prompts may make a step: a prediction may be wrong, and other work may take the processor."""
+        return self.hang_timeout_s / 4
 
     def tokens_a_block(self, device_type: str) -> int:
         """The block size on a device of this type."""

@@ -1,7 +1,8 @@
 """How a step's tokens are shared between decodes, long prompts and short ones.
 
 Stall-free batching with a fixed chunk (Sarathi-Serve, Agrawal et al., 2024) bounds a step by its token budget. Here the
-bound is a time: beside decodes, prompts get the tokens that the cost model expects to fit into the target.
+bound is a time: beside decodes, prompts get the tokens that the cost model expects to fit into the target. Without
+decodes, a longer time bounds a step, so that a slow machine does not seem to hang in a chunk with a long context.
 
 A slow machine needs most of that time for its decodes alone. If prompts got only the rest, they would fill the batch so
 slowly that throughput collapsed. A step may therefore grow to a multiple of its decodes' own time, whatever the target.
@@ -34,19 +35,23 @@ class Pacing:
     costs         predicts step times
     token_budget  tokens of a step at most
     target_itl_s  how long a step that holds decodes should take at most; None: no such target
+    longest_s     how long prompts may make any step
     """
 
-    def __init__(self, costs: CostModel, token_budget: int, target_itl_s: float | None) -> None:
+    def __init__(
+        self, costs: CostModel, token_budget: int, target_itl_s: float | None, longest_s: float = math.inf
+    ) -> None:
         self._costs = costs
         self._token_budget = token_budget
         self._target_itl_s = target_itl_s
+        self._longest_s = longest_s
 
     def budget(self, running: list[Sequence], num_startable: int) -> int:
         """Return how many tokens the next step may hold, decodes included.
 
         num_startable  waiting sequences that would find a place
         """
-        if self._target_itl_s is None:
+        if self._target_itl_s is None and self._longest_s == math.inf:
             return self._token_budget
         decodes = keys = start = 0
         prompts = num_startable
@@ -58,12 +63,14 @@ class Pacing:
             elif remaining > 1:
                 prompts += 1
                 start = max(start, seq.num_computed)
-        if not decodes:
-            return self._token_budget
         alone_s = self._costs.decodes_s(decodes, keys)
-        # A step that exceeds its expected time by as much as others did still holds the target.
-        growth = max(LEAST_GROWTH, 1 + math.sqrt(PROMPT_WEIGHT * prompts / decodes))
-        limit_s = max(self._target_itl_s / self._costs.excess, growth * alone_s)
+        limit_s = max(self._longest_s, LEAST_GROWTH * alone_s)
+        if decodes and self._target_itl_s is not None:
+            # A step that exceeds its expected time by as much as others did still holds the target.
+            growth = max(LEAST_GROWTH, 1 + math.sqrt(PROMPT_WEIGHT * prompts / decodes))
+            limit_s = min(limit_s, max(self._target_itl_s / self._costs.excess, growth * alone_s))
+        if limit_s == math.inf:
+            return self._token_budget
         room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
 

@@ -23,6 +23,7 @@ next step computes its last token again. Its neighbours do not wait for the mask
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -73,6 +74,7 @@ class Scheduler:
     clock          seconds, monotonic
     policy         one of engine/scheduling/policies.py, with its settings: ageing_s and tenant_weights
     target_itl_s   how long a step that holds decodes should take at most; None: no such target
+    longest_step_s  how long prompts may make any step
     num_host_blocks  blocks of host memory, in which preempted sequences keep what they have computed
     store        keeps blocks in a file, below those of host memory; None: none are kept
     peers        engines from which blocks are fetched, and to which they are lent; None: there are none
@@ -94,6 +96,7 @@ class Scheduler:
         ageing_s: float = 60.0,
         tenant_weights: Mapping[str, float] | None = None,
         target_itl_s: float | None = None,
+        longest_step_s: float = math.inf,
         num_host_blocks: int = 0,
         store: BlockStore | None = None,
         peers: Peers | None = None,
@@ -111,7 +114,7 @@ class Scheduler:
         self.hold: Hold | None = None  # why the next in line has not started; None if none waits
         self._speculation = speculation
         self.costs = CostModel(token_budget, clock, most_chosen=1 + speculation.most if speculation else 1)
-        self._pacing = Pacing(self.costs, token_budget, target_itl_s)
+        self._pacing = Pacing(self.costs, token_budget, target_itl_s, longest_step_s)
         self.waiting: Policy = POLICIES[policy](
             PolicySettings(clock, self._likely_time_s, ageing_s, tenant_weights or {}),
         )

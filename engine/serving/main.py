@@ -156,6 +156,7 @@ async def _serve(
             ageing_s=config.priority_ageing_s,
             tenant_weights=config.weight_of_tenant(),
             target_itl_s=config.target_itl_s,
+            longest_step_s=config.longest_step_s,
             num_host_blocks=info.num_host_blocks,
             store=store,
             peers=peers,

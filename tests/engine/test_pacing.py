@@ -19,6 +19,14 @@ from tests.engine.test_scheduler import prompt
 
 pytestmark = pytest.mark.thorough
 
+
+class DearKeys:
+    """The time of steps on a slow machine: 1,024 keys double the time of a prompt token."""
+
+    def of(self, plan: StepPlan) -> float:
+        return sum(0.1 * chunk.length * (1 + (chunk.start + chunk.length / 2) / 1024) for chunk in plan.chunks)
+
+
 STEP_TIME = StepTime(0.005, 0.0001, 0.0001)
 DEFAULT_TARGET_S = EngineConfig("any").target_itl_s
 
@@ -53,6 +61,18 @@ def test_steps_beside_decodes_hold_the_target_once_their_time_has_been_seen() ->
     times = step_times_beside(engine, 4096)
     assert max(times) <= 1.02 * 0.020
     assert sum(times) <= 1.25 * 4096 * 0.020 / 141, "and they use what the target allows: 141 prompt tokens a step"
+
+
+def test_a_prompt_that_is_alone_makes_no_step_as_long_as_a_hang() -> None:
+    """A chunk of the whole budget takes 51 s at the prompt's start, and 460 s at its end."""
+    engine = SteppedEngine(
+        num_blocks=4000, token_budget=512, max_num_seqs=16, max_model_len=9000, longest_step_s=15.0,
+        step_time=DearKeys(),
+    )  # fmt: skip
+    first, *times = step_times_beside(engine, 8192)
+    assert first > 50, "nothing was known yet"
+    assert max(times) <= 1.1 * 15
+    assert sum(times) / len(times) > 0.8 * 15, "and steps use what they may"
 
 
 def test_a_gpus_default_budget_is_cut_to_the_default_target_from_the_first_long_prompt_on() -> None:
