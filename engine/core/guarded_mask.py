@@ -29,6 +29,10 @@ class GuardedMask:
         self._mask = mask
 
     @property
+    def field(self) -> str:
+        return self._mask.field
+
+    @property
     def fault(self) -> str:
         return self._mask.fault
 

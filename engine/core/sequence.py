@@ -23,6 +23,7 @@ class TokenMask(Protocol):
 
     depends_on_tokens  the mask changes with the sequence's tokens. The sequence then waits for its last token before
                        its next step is launched, even where steps overlap.
+    field              of the request, which the mask comes from
     fault              why the last mask allows nothing; empty: it allows something
     error              why the mask cannot be computed any more, which is not the client's mistake; empty: it can
     is_slow            masks may take long: a step with other sequences does not wait for the next one, and nothing is
@@ -31,6 +32,9 @@ class TokenMask(Protocol):
 
     @property
     def depends_on_tokens(self) -> bool: ...
+
+    @property
+    def field(self) -> str: ...
 
     @property
     def fault(self) -> str: ...

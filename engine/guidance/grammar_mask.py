@@ -40,6 +40,7 @@ class GrammarMask:
     """
 
     depends_on_tokens = True
+    field = "guided"
     error = ""
 
     def __init__(

@@ -44,6 +44,7 @@ class AllowedTokens:
     """A TokenMask that allows the same token ids everywhere. Ids beyond the vocabulary allow nothing."""
 
     depends_on_tokens = False
+    field = "sampling.allowed_token_ids"
     fault = ""
     error = ""
     is_slow = False
@@ -78,6 +79,7 @@ class TokenBans:
     """
 
     depends_on_tokens = True
+    field = "sampling.allowed_token_ids"  # bans alone leave most of a vocabulary
     fault = ""
     error = ""
 

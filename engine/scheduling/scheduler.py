@@ -578,9 +578,10 @@ class Scheduler:
         if mask is not None and mask.error:
             self._end(seq, EndReason.FAILED, detail=mask.error)
         elif mask is not None and mask.fault:
-            self._end(seq, EndReason.REJECTED, detail=mask.fault, field="guided")
-        elif fault == NOT_FINITE and seq.request.adapter is not None:  # an adapter can make finite values overflow
-            self._end(seq, EndReason.REJECTED, detail=f"with this adapter {fault}", field="lora_name")
+            self._end(seq, EndReason.REJECTED, detail=mask.fault, field=mask.field)
+        elif fault == NOT_FINITE and (cause := _cause_in_request(seq)) is not None:
+            field, circumstance = cause
+            self._end(seq, EndReason.REJECTED, detail=f"{circumstance} {fault}", field=field)
         else:
             self._end(seq, EndReason.FAILED, detail=fault)
 
@@ -648,3 +649,14 @@ class Scheduler:
             uncommitted = self._num_planned - self._num_committed
             assert seq.num_pending <= uncommitted, f"sequence {seq.id} counts on tokens that no step computes"
             assert len(seq.blocks) >= self.pool.blocks_for(seq.num_computed)
+
+
+def _cause_in_request(seq: Sequence) -> tuple[str, str] | None:
+    """Return what in a request may leave no token or make values overflow: its field, and how an error begins."""
+    if seq.request.adapter is not None:
+        return "lora_name", "with this adapter"
+    if seq.token_mask is not None and seq.token_mask.field != "guided":  # a grammar has its own faults
+        return seq.token_mask.field, "with these tokens, and bans on some of them,"
+    if seq.params.repetition_penalty < 1:  # logits are divided by it
+        return "sampling.repetition_penalty", f"divided by {seq.params.repetition_penalty:g}"
+    return None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -221,6 +222,25 @@ def test_only_allowed_tokens_are_chosen_and_logprobs_stay_those_of_the_model(
     assert token.top[0].id == first.id
     assert token.top[0].logprob == pytest.approx(first.logprob)
     assert token.logprob < first.logprob
+
+
+@pytest.mark.parametrize(
+    ("sampling", "min_tokens", "field"),
+    [
+        ({"allowed_token_ids": [2]}, 5, "sampling.allowed_token_ids"),  # it ends the sequence
+        ({"allowed_token_ids": [5, 6], "no_repeat_ngram_size": 1}, 0, "sampling.allowed_token_ids"),
+        ({"repetition_penalty": 1e-38}, 0, "sampling.repetition_penalty"),
+    ],
+)
+def test_rules_that_leave_no_token_are_the_requests_mistake(
+    exact: inference_pb2_grpc.InferenceStub, sampling: dict[str, Any], min_tokens: int, field: str
+) -> None:
+    message = request("Yes yes yes", max_tokens=9, sampling=sampling)
+    message.stopping.min_tokens, message.stopping.ignore_eos = min_tokens, False
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(exact, message)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (caught.value.details() or "").startswith(f"{field}: ")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ class LateMask:
     """
 
     depends_on_tokens = True
+    field = "guided"
     error = ""
 
     def __init__(

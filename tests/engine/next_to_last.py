@@ -7,6 +7,7 @@ class NextToLast:
     """A TokenMask that allows the ids beside the last token's. It notes for how many tokens it was asked."""
 
     depends_on_tokens = True
+    field = "guided"
     fault = ""
     is_slow = False
 

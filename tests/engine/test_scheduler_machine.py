@@ -35,6 +35,7 @@ class AnyToken:
     """A TokenMask that depends on tokens, and allows all."""
 
     depends_on_tokens = True
+    field = "guided"
     fault = ""
     is_slow = False
 
