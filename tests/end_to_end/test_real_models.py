@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from pagoda_server.checkpoints import resolve
 from pagoda_server.checkpoints.dequantized import write_dequantized
 from pagoda_server.router.text.chat_template import Chat, Message
 from pagoda_server.router.text.tokenizer import Tokenizer
-from tests.end_to_end.asking import ask
+from tests.end_to_end.asking import Answer, ask
 from tests.end_to_end.test_default_model import request_as_reference
+from tests.engine.lora import merged, random_pairs, scale_of, write_adapter
 from tests.real_models import gemma_gguf, qwen_gguf
 from tests.servers import running_server
 
@@ -65,15 +67,18 @@ class Continuation:
     gaps: list[float]
 
 
-def references(folder: Path) -> list[Continuation]:
+def references(
+    folder: Path, prompts: Sequence[str] = PROMPTS, change: Callable[[Any], Any] = lambda model: model
+) -> list[Continuation]:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    model = change(model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    ids = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    ids = tokenizer(prompts, return_tensors="pt", padding=True)
     with torch.inference_mode():
         found: Any = model.generate(
             **ids,
@@ -116,6 +121,37 @@ def test_greedy_tokens_are_transformers_alone_and_in_one_batch(name: str, tmp_pa
             assert len(found) == COUNT
             assert found[:sure] == wanted.tokens[:sure], prompt
     assert ties <= 2, "most prompts are compared to their ends"
+
+
+def test_greedy_tokens_with_an_adapter_are_those_of_merged_weights_beside_the_models_own(tmp_path: Path) -> None:
+    path, prompts = qwen_gguf(), PROMPTS[::3]
+    write_dequantized(resolve(str(path)), tmp_path)
+    sizes = {"self_attn.q_proj": (896, 896), "self_attn.v_proj": (896, 128), "mlp.down_proj": (4864, 896)}
+    modules = {f"model.layers.{layer}.{name}": size for layer in range(24) for name, size in sizes.items()}
+    pairs = random_pairs(modules, rank=8, size=0.02)
+    adapter = write_adapter(tmp_path / "adapter", pairs, r=8, lora_alpha=16, target_modules=[*sizes])
+    base = references(tmp_path, prompts)
+    adapted = references(tmp_path, prompts, lambda model: merged(model, pairs, scale_of(16, 8)))
+    assert sum(one.tokens != other.tokens for one, other in zip(base, adapted, strict=True)) > len(prompts) / 2
+    arguments = ("--model", str(path), "--dtype", "float32", "--quantization", "none", "--kv-cache-gb", "0.3")
+    with (
+        running_server(*arguments, "--lora", f"mine={adapter}") as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        inference = inference_pb2_grpc.InferenceStub(channel)
+
+        def answer(prompt: str, name: str) -> Answer:
+            message = request_as_reference(prompt, COUNT)
+            message.sampling.temperature, message.lora_name = 0, name
+            return ask(inference, message)
+
+        asked = [(prompt, name) for prompt in prompts for name in ("", "mine")]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda each: answer(*each), asked))
+    for wanted, found in ((base, answers[::2]), (adapted, answers[1::2])):
+        for expected, given in zip(wanted, found, strict=True):
+            sure = next((place for place, gap in enumerate(expected.gaps) if gap < NEAR_TIE), COUNT)
+            assert given.ids()[:sure] == expected.tokens[:sure]
 
 
 TOOLS: list[dict[str, Any]] = [
