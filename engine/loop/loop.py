@@ -180,7 +180,7 @@ class EngineLoop(threading.Thread):
         self._outbox.send(StepOutput(), self.load())  # so that routers know the load of an engine that is still idle
         while True:
             for message in self.inbox.take(timeout_s):
-                self._handle(message)
+                self._take_in(message)
             if self._stopping:
                 return
             plan = self._scheduler.schedule()
@@ -197,7 +197,7 @@ class EngineLoop(threading.Thread):
             is_idle = plan.is_empty and not self._steps and not commits
             timeout_s = self._idle_timeout_s() if is_idle and not self._scheduler.copy_idly() else 0.0
 
-    def _handle(self, message: Message) -> None:
+    def _take_in(self, message: Message) -> None:
         match message:
             case Add(seq, siblings):
                 for each in (seq, *siblings):
