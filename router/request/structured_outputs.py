@@ -15,18 +15,18 @@ def structured_outputs(given: Json, path: str) -> inference_pb2.Guided:
     fields, guided = Fields(given, f"{path}."), inference_pb2.Guided()
     if (schema := fields.take("json")) is not None:
         guided.json_schema = schema_text(schema, fields.name("json"))
-    if regex := fields.text("regex"):
+    if (regex := fields.take("regex", str, "a string")) is not None:
         guided.regex = regex
-    if grammar := fields.text("grammar"):
+    if (grammar := fields.take("grammar", str, "a string")) is not None:
         guided.ebnf_grammar = grammar
     if (choice := fields.take("choice", list, "a list of strings")) is not None:
         if not all(isinstance(each, str) for each in choice):
             raise InvalidArgument(fields.name("choice"), "must be a list of strings")
         guided.choice.options.extend(choice)
-    if fields.flag("json_object"):
-        guided.json_object = True
+    if (is_object := fields.take("json_object", bool, "true or false")) is not None:
+        guided.json_object = is_object
     fields.none_left()
-    if len(given) != 1:
+    if sum(value is not None for value in given.values()) != 1:
         raise InvalidArgument(path, "must hold one format")
     return guided
 

@@ -200,6 +200,10 @@ def test_tools_and_the_choice_between_them(choice: Any, wanted: dict[str, str]) 
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
         ({"structured_outputs": {"grammar": "start: A"}}, {"ebnf_grammar": "start: A"}),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": {"options": ["yes", "no"]}}),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
+        # These reach the check of the protocol's own field, which refuses them.
+        ({"structured_outputs": {"regex": ""}}, {"regex": ""}),
+        ({"structured_outputs": {"json_object": False}}, {"json_object": False}),
     ],
 )
 def test_formats_of_the_answer(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -240,6 +244,7 @@ def test_a_completion_repeats_its_prompt_with_the_log_probabilities_of_both() ->
         ({"response_format": {}}, "response_format.type: is missing"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: must be an object"),
         ({"structured_outputs": {}}, "structured_outputs: must hold one format"),
+        ({"structured_outputs": {"regex": None}}, "structured_outputs: must hold one format"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs: must hold one format"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice: must be a list of strings"),
         ({"x\n" + "y" * 100: 1}, "x\\n" + "y" * 61 + ": is not a field that this server knows"),
