@@ -71,8 +71,8 @@ class LowRank:
 
 def _in_panels(up: Tensor) -> Tensor:
     """[rank, size] as [panels, rank, PADDING]."""
-    padded = functional.pad(up, (0, -up.shape[1] % PADDING))
-    return padded.view(len(up), -1, PADDING).transpose(0, 1).contiguous()
+    padded = functional.pad(up.T, (0, 0, 0, -up.shape[1] % PADDING))
+    return padded.reshape(-1, PADDING, len(up)).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)

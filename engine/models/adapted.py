@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...checkpoints import CheckpointError
-from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterPair, read_adapter
+from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterPair, fits, read_adapter
 from ...checkpoints.gguf_adapters import read_gguf_adapter
 from ...kernels import PLAIN, BankShape, LowRankBank, LowRankPart, Packed, Use
 from ..core.adapter import Adapter
@@ -125,8 +124,7 @@ def _parts(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Ite
         pair = file.pairs.get(rows.name)
         if pair is not None:
             down, up = _down(pair, rows), _up(pair, rows)
-            # numpy takes a third of torch's time for tensors as small as these.
-            if max(np.abs(each.numpy()).max() for each in (down, up)) > torch.finfo(dtype).max:
+            if not all(fits(each.numpy(), torch.finfo(dtype).max) for each in (down, up)):
                 raise CheckpointError(f"{rows.name} has values beyond those of {dtype}, in which the model computes")
             yield LowRankPart(column, down.to(dtype), up.to(dtype))
         column += rows.size
@@ -143,4 +141,4 @@ def _up(pair: AdapterPair, rows: Rows) -> Tensor:
     up = torch.from_numpy(pair.up)
     up = up if rows.order is None else up[rows.order]
     factor = rows.factor_of(slice(0, rows.size))
-    return (up * (factor[:, None] * pair.scale if isinstance(factor, Tensor) else factor * pair.scale)).T.contiguous()
+    return (up * (factor[:, None] * pair.scale if isinstance(factor, Tensor) else factor * pair.scale)).T
