@@ -1,7 +1,7 @@
 """Whether a router on this machine answers: its health is asked for over gRPC, again and again.
 
-A router whose process lives and whose event loop stands still takes connections and answers nothing. Whoever asks from
-another machine could not tell that from a network that is cut.
+A router hangs when its event loop stands still: the system still accepts connections, and nothing answers. From another
+machine that would look like a cut network, so the router's own host asks.
 """
 
 from __future__ import annotations

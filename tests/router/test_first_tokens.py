@@ -24,9 +24,14 @@ def taken(first: FirstTokens, index: int) -> tuple[list[int], bool]:
     return tokens, ended is not None
 
 
+def streams(count: int) -> tuple[EngineStream, FirstTokens]:
+    """A stream of so many sequences from the engine, and what its reader sees."""
+    stream = EngineStream(7, count, abort=lambda which: None, forget=lambda stream: None, on_start=lambda: None)
+    return stream, FirstTokens(stream)
+
+
 async def test_an_end_that_arrives_while_the_reader_writes_is_hidden_too() -> None:
-    stream = EngineStream(7, 2, abort=lambda which: None, forget=lambda stream: None, on_start=lambda: None)
-    first = FirstTokens(stream)
+    stream, first = streams(2)
     arrives(stream, 0, 11, engine_pb2.END_REASON_LENGTH)
     await first.wait()
     assert taken(first, 0) == ([11], False)
@@ -40,8 +45,7 @@ async def test_an_end_that_arrives_while_the_reader_writes_is_hidden_too() -> No
 
 
 async def test_an_end_that_is_the_answers_own_is_seen() -> None:
-    stream = EngineStream(7, 1, abort=lambda which: None, forget=lambda stream: None, on_start=lambda: None)
-    first = FirstTokens(stream)
+    stream, first = streams(1)
     arrives(stream, 0, 11, engine_pb2.END_REASON_STOP)
     await first.wait()
     assert taken(first, 0) == ([11], True)
