@@ -82,8 +82,9 @@ def _rows(part: str, paths: Sequence[str], bench: Bench, processes: int = 1) -> 
         yield Row(part, "all", error=f"pytest ended with {code}: {_last_lines(log)}")
     if first := next((test for test, outcome in outcomes.items() if outcome == "FAILED"), None):
         again = bench.evidence / f"{part}, first failure.log"
-        _pytest([first], 1, AGAIN_SHARE * limit_s, again, {"CUDA_LAUNCH_BLOCKING": "1"})
-        reason = next(iter(read_log(again.read_text(errors="replace"))[1].values()), "it passes")
+        code = _pytest([first], 1, AGAIN_SHARE * limit_s, again, {"CUDA_LAUNCH_BLOCKING": "1"})
+        other = "the limit of time has cut it off" if code is None else "it passes" if code == 0 else _last_lines(again)
+        reason = next(iter(read_log(again.read_text(errors="replace"))[1].values()), other)
         yield Row(part, "the first failure again, with CUDA_LAUNCH_BLOCKING=1", error=f"{first}: {reason}")
 
 

@@ -261,7 +261,7 @@ def checked(folder: Path, text: str, limit_s: float) -> list[Row]:
 
 @pytest.mark.simulated
 def test_a_test_that_ends_its_process_fails_alone_and_the_first_failure_runs_again(tmp_path: Path) -> None:
-    some, again = checked(tmp_path, SOME, 120.0)
+    some, again = checked(tmp_path, SOME, 300.0)
     assert (some.rate, some.met, some.figures["failed"]) == (4.0, False, 2.0), some
     assert "test_bad: AssertionError: sums" in some.error
     assert "test_bad: AssertionError: sums" in again.error
