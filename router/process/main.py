@@ -91,7 +91,7 @@ def serve_as_worker(config: WorkerConfig, parent: ParentLink) -> int:
         wait_until_read(trust.name, trust.paths, trust.read, TrustError, log)
         router = config.router(parent)
         event_loop.prefer_streams()
-        event_loop.run(_until_signal(router))
+        event_loop.run(_until_signal(router, parent))
 
     return _exit_code_of(run, config.serve)
 
@@ -129,8 +129,9 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
     return 0
 
 
-async def _until_signal(router: Router) -> None:
+async def _until_signal(router: Router, parent: ParentLink) -> None:
     loop = asyncio.get_running_loop()
+    parent.answer_from(loop)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, router.stop)
     loop.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: send it to the process that has started this router")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...runtime.followed import in_daemon
-from .supervisor import EngineKeeper
+from .supervisor import ALIVE, EngineKeeper
 
 RETIRE = "retire"  # a line of the parent; all others are numbers
 
@@ -81,7 +82,7 @@ class OwnParent(_Lines):
 class ParentLink(_Lines):
     """The parent of a router in a process of its own, which it reaches over standard input and output.
 
-    The parent sends the number of restarts, and RETIRE once others serve the port.
+    The parent sends the number of restarts, once a second if it is answered, and RETIRE once others serve the port.
 
     Standard input ends when the parent dies. This process then exits, because an orphan would hold the port.
     """
@@ -90,7 +91,13 @@ class ParentLink(_Lines):
         super().__init__(lambda line: print(line, flush=True))
         self.restarts = 0
         self._retires = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         threading.Thread(target=self._listen, name="parent-link", daemon=True).start()
+
+    def answer_from(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Answer the parent from now on, as long as this event loop runs."""
+        self._loop = loop
+        self._send(ALIVE)
 
     async def retired(self) -> None:
         await in_daemon(self._retires.wait)
@@ -101,4 +108,7 @@ class ParentLink(_Lines):
                 self._retires.set()
             else:
                 self.restarts = int(line)
+            if self._loop:
+                with contextlib.suppress(RuntimeError):  # it has closed
+                    self._loop.call_soon_threadsafe(self._send, ALIVE)
         os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import signal
 import subprocess
@@ -29,6 +30,9 @@ BACKOFF_S = (0.2, 10.0)
 HEALTHY_AFTER_S = 60.0  # a death after this long has a new cause: the backoff starts over
 MAX_FAILED_STARTS = 5
 STOP_TIMEOUT_S = 5.0
+ALIVE = "alive"  # what a child prints, from its event loop, when that begins and for each line that it is sent
+ASK_EVERY_S = 1.0
+SHORTEST_HANG_S = 5.0  # a pause of two seconds is none, however soon an engine shall count as dead
 
 
 class ChildFailedError(Exception):
@@ -61,6 +65,8 @@ class Supervisor:
     on_line         called on the event loop with each line that the child prints; None: standard output is shared
     environment     the child's; None: this process's
     stop_timeout_s  time from SIGTERM to SIGKILL
+    ask             makes the line to which the child answers ALIVE; None: it answers nothing
+    hang_timeout_s  time without an answer after which the child is killed
 
     The child's standard input is a pipe from this process. When this process ends, however it ends, the child reads
     end-of-file and exits too. The child has a process group of its own, so a terminal's Ctrl-C does not reach it.
@@ -75,6 +81,8 @@ class Supervisor:
         on_line: Callable[[str], None] | None = None,
         environment: Mapping[str, str] | None = None,
         stop_timeout_s: float = STOP_TIMEOUT_S,
+        ask: Callable[[], str] | None = None,
+        hang_timeout_s: float = math.inf,
     ) -> None:
         self.restarts = 0
         self._name = name
@@ -83,6 +91,9 @@ class Supervisor:
         self._on_line = on_line
         self._environment = environment
         self._stop_timeout_s = stop_timeout_s
+        self._ask = ask
+        self._hang_timeout_s = hang_timeout_s
+        self._has_answered = asyncio.Event()  # another one for each child, whose last lines may come late
         self._process: subprocess.Popen[bytes] | Inherited | None = None
         self._early: subprocess.Popen[bytes] | Inherited | None = None  # started before `run`
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # many children would fill the loop's own
@@ -139,7 +150,7 @@ class Supervisor:
                     log.info("%s %s, pid %d", self._name, did, self._process.pid)
                     if self._first_line and is_new:
                         self.send(self._first_line())
-                    code = await self._wait(self._process)
+                    code = await self._wait_and_watch(self._process)
                     if self._is_retired:
                         log.info("%s has ended", self._name)
                         return
@@ -193,8 +204,39 @@ class Supervisor:
         return process
 
     def _listen(self, process: subprocess.Popen[bytes] | Inherited, on_line: Callable[[str], None]) -> None:
-        reader = (process, asyncio.get_running_loop(), on_line)
+        has_answered = self._has_answered = asyncio.Event()
+        hear = lambda line: has_answered.set() if line == ALIVE else on_line(line)  # noqa: E731
+        reader = (process, asyncio.get_running_loop(), hear)
         threading.Thread(target=_read_lines, args=reader, name=f"{self._name} output", daemon=True).start()
+
+    async def _wait_and_watch(self, process: subprocess.Popen[bytes] | Inherited) -> int:
+        """Wait until the child ends, and kill it once it hangs."""
+        watching = asyncio.create_task(self._kill_once_it_hangs(self._ask)) if self._ask else None
+        try:
+            return await self._wait(process)
+        finally:
+            if watching:
+                watching.cancel()
+
+    async def _kill_once_it_hangs(self, ask: Callable[[], str]) -> None:
+        """Ask the child again and again once it has answered; before that it starts, or its version does not answer.
+
+        No second question is sent before an answer: the pipe to a child that stands still would fill up. Time in which
+        this process itself stood still counts as one pause.
+        """
+        silent_s, is_watched = 0.0, False
+        self.send(ask())
+        while silent_s < max(self._hang_timeout_s, SHORTEST_HANG_S):
+            began = time.monotonic()
+            await asyncio.sleep(ASK_EVERY_S)
+            if self._has_answered.is_set():
+                self._has_answered.clear()
+                silent_s, is_watched = 0.0, True
+                self.send(ask())
+            elif is_watched:
+                silent_s += min(time.monotonic() - began, 2 * ASK_EVERY_S)
+        log.error("%s hangs: it has not answered for %.0f s", self._name, silent_s)
+        self.kill()
 
     def _judge(self, code: int) -> None:
         # One that has served with these settings lacks something now, such as descriptors, that may soon be back.

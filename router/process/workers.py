@@ -429,6 +429,8 @@ class Workers:
             first_line=lambda: config().to_line(),
             on_line=on_line,
             stop_timeout_s=self._config.grace_s + STOP_MARGIN_S,
+            ask=lambda: str(generation.restarts),
+            hang_timeout_s=self._config.hang_timeout_s,
         )
 
     def _on_line(self, generation: Generation, index: int, line: str) -> None:

@@ -170,6 +170,31 @@ def test_a_killed_router_takes_only_its_own_streams_and_is_replaced(server: Serv
     assert ask(stub_of(server), request("after", max_tokens=20)).ids() == expected_tokens(b"after", 20, 258)
 
 
+def test_a_router_that_hangs_takes_only_its_own_streams_and_is_replaced() -> None:
+    with running_server(*ARGUMENTS, "--hang-timeout-s", "5") as server, connections(server, MANY) as channels:
+        assert all(held_by(server))
+        before = {router.pid for router in routers(server)}
+        calls = [
+            inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=10_000))
+            for at, channel in enumerate(channels)
+        ]
+        first = [next(call) for call in calls]
+        stopped = routers(server)[0]
+        stopped.suspend()
+        wait_for("it is replaced", lambda: len({router.pid for router in routers(server)} - before) == 1, 30)
+        assert not stopped.is_running()
+        finished = lost = 0
+        for at, (head, call) in enumerate(zip(first, calls, strict=True)):
+            try:
+                finished += Answer([head, *call]).ids() == expected_tokens(f"{at}".encode(), 10_000, 258)
+            except grpc.RpcError as error:
+                lost += error.code() is grpc.StatusCode.UNAVAILABLE
+        assert finished
+        assert lost
+        assert finished + lost == MANY
+        assert "hangs: it has not answered for" in server.log.read_text()
+
+
 def test_a_killed_engine_is_replaced_and_all_routers_count_it(server: Server) -> None:
     server.engine().kill()
     with connections(server, MANY) as channels:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pagoda_server.router.process import supervisor as supervisor_module
 from pagoda_server.router.process.supervisor import ChildFailedError, Supervisor
 from pagoda_server.settings import EXIT_CONFIG
 
@@ -58,3 +61,55 @@ async def test_a_child_that_cannot_work_with_its_settings_is_not_started_again(t
 async def test_a_child_that_has_served_with_its_settings_is_started_again_whatever_it_says(tmp_path: Path) -> None:
     supervisor, starts = await run(tmp_path, "dies", "fails", "serves")
     assert (starts, supervisor.restarts) == (3, 2)
+
+
+ASKED = """
+import os, signal, sys
+for turn, line in enumerate(sys.stdin):
+    print("asked", line.strip(), flush=True)
+    if sys.argv[1] != "silent":
+        print("alive", flush=True)
+    if sys.argv[1] == "hangs" and turn == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+async def lines_of_one_asked(kind: str, until: Callable[[list[str], Supervisor], bool]) -> list[str]:
+    """The lines of a child that is asked, once something is so."""
+    lines: list[str] = []
+    supervisor = Supervisor(
+        "child", [sys.executable, "-c", ASKED, kind], on_line=lines.append, ask=lambda: "well?", hang_timeout_s=0.1
+    )
+    running = asyncio.create_task(supervisor.run())
+    try:
+        async with asyncio.timeout(30):
+            while not until(lines, supervisor):
+                supervisor.mark_ready()
+                await asyncio.sleep(0.05)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    return lines
+
+
+async def test_a_child_that_stands_still_is_killed_and_started_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "SHORTEST_HANG_S", 0.5)
+    await lines_of_one_asked("hangs", lambda lines, supervisor: supervisor.restarts > 0)
+    assert "child hangs: it has not answered for" in caplog.text
+    assert "child exited with signal SIGKILL" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["answers", "silent"])
+async def test_a_child_that_answers_and_one_that_never_has_are_left_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "SHORTEST_HANG_S", 0.5)
+    end = time.monotonic() + 3
+    lines = await lines_of_one_asked(kind, lambda lines, supervisor: supervisor.restarts > 0 or time.monotonic() > end)
+    assert time.monotonic() > end, "it was killed"
+    assert set(lines) == {"asked well?"}
+    assert (len(lines) == 1) == (kind == "silent"), "one that does not answer is asked once"
