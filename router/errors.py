@@ -74,6 +74,7 @@ class Unimplemented(PagodaError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
         super().__init__(f"{field}: {description}", error_details_pb2.BadRequest(field_violations=[violation]))
         self.field = field
+        self.description = description
 
 
 class NotFound(PagodaError):

@@ -239,6 +239,4 @@ def _renamed(error: Exception, api: Api) -> Exception:
     """The error with the client's own name of the field."""
     if not isinstance(error, InvalidArgument | Unimplemented) or (name := api.own_name(error.field)) == error.field:
         return error
-    if isinstance(error, Unimplemented):
-        return Unimplemented(name)
-    return InvalidArgument(name, error.message.removeprefix(f"{error.field}: "))
+    return type(error)(name, error.description)

@@ -14,9 +14,12 @@ from ..request.fields import Limits
 from ..request.inference import InferenceServicer
 from ..request.json_body import Fields, json_object, translating
 from ..request.receiving import Parse
+from .field_names import FieldNames
 from .http_call import Answer, Api, Endpoint, HttpCall, Serve
 from .openai.chats import add_chat
 from .openai.requests import Asked, own_name
+
+_DETOKENIZE = FieldNames((r"^token_ids\b", "tokens"))
 
 
 class _Tokenize(Api, Answer):
@@ -54,7 +57,7 @@ class _Tokenize(Api, Answer):
         return self
 
     def own_name(self, field: str) -> str:
-        return "prompt or messages" if field == "input" else own_name(field, Asked(is_chat=True))
+        return own_name(field, Asked(is_chat=True))
 
     def take(self, tokenized: Tokenized, prompt: int = 0) -> bytes:
         """Write the whole answer, which `end` returns. Long ones are written in a thread."""
@@ -86,7 +89,7 @@ class _Detokenize(Api, Answer):
         return self
 
     def own_name(self, field: str) -> str:
-        return field.replace("token_ids", "tokens")
+        return _DETOKENIZE.of(field)
 
     def take(self, message: inference_pb2.DetokenizeResponse, prompt: int = 0) -> bytes:
         self._answer = json.dumps({"prompt": message.text}, ensure_ascii=False).encode()

@@ -68,7 +68,7 @@ class _ChatReader:
         if chat.continue_last and messages[-1].role != "assistant":
             raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
         if chat.continue_last and messages[-1].tool_calls:
-            raise InvalidArgument("chat.continue_last", "needs a last message without tool_calls")
+            raise InvalidArgument("chat.continue_last", "needs a last message without calls of tools")
         shows_tools = chat.tool_choice.mode != chat_pb2.TOOL_CHOICE_MODE_NONE
         return Chat(messages, chat.continue_last, tuple(tools) if shows_tools else (), kwargs)
 
@@ -192,11 +192,11 @@ def _check_choice(chat: chat_pb2.Chat) -> None:
     choice = chat.tool_choice
     if choice.HasField("tool"):
         if not any(tool.name == choice.tool for tool in chat.tools):
-            raise InvalidArgument("chat.tool_choice.tool", "is the name of none of chat.tools")
+            raise InvalidArgument("chat.tool_choice.tool", "is the name of none of the tools")
     elif choice.mode not in chat_pb2.ToolChoiceMode.values():
         raise InvalidArgument("chat.tool_choice.mode", f"is {choice.mode}, which is not a known value")
     elif choice.mode == chat_pb2.TOOL_CHOICE_MODE_REQUIRED and not chat.tools:
-        raise InvalidArgument("chat.tool_choice.mode", "requires a call, and chat.tools is empty")
+        raise InvalidArgument("chat.tool_choice.mode", "requires a call, and there are no tools")
 
 
 def _number(value: float, field: str) -> int | float:

@@ -121,6 +121,11 @@ class Fields:
         self._left = set(given)
         self._path = path
 
+    @property
+    def path(self) -> str:
+        """The object's own name."""
+        return self._path.rstrip(".")
+
     def name(self, name: str) -> str:
         return self._path + name
 

@@ -16,7 +16,7 @@ from ..errors import Refusal, refusal
 from ..http_call import Answer, Api, Endpoint, HttpCall
 from ..tokens import tokenizes
 from .answers import StreamedMessage, TokenCount, WholeMessage
-from .requests import generate_request, own_name, tokenize_request
+from .requests import Asked, generate_request, own_name, tokenize_request
 
 _ERRORS = {  # by status, where its name is another than in the OpenAI API
     404: "not_found_error",
@@ -30,8 +30,11 @@ _ERRORS = {  # by status, where its name is another than in the OpenAI API
 class _Api(Api):
     """What both kinds of request have in common."""
 
+    def __init__(self) -> None:
+        self._asked = Asked()
+
     def own_name(self, field: str) -> str:
-        return own_name(field)
+        return own_name(field, self._asked)
 
     def refusal(self, error: Exception) -> Refusal:
         refused = refusal(error)
@@ -46,26 +49,26 @@ class _Messages(_Api):
     """One request of /v1/messages."""
 
     def __init__(self, models: ServedModels) -> None:
+        super().__init__()
         self._models = models
         self._model = ""  # the name of the one that is asked for
-        self._is_stream = False
         self._request_id = ""
 
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.GenerateRequest:
-        request, self._is_stream = generate_request(raw, limits)
+        request = generate_request(raw, limits, self._asked)
         self._model = self._models.named(request.model).name
         request.request_id = self._request_id = call.request_id
         return request
 
     def answer(self) -> Answer:
-        return (StreamedMessage if self._is_stream else WholeMessage)(self._request_id, self._model)
+        return (StreamedMessage if self._asked.is_stream else WholeMessage)(self._request_id, self._model)
 
 
 class _CountTokens(_Api):
     """One request of /v1/messages/count_tokens."""
 
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> inference_pb2.TokenizeRequest:
-        return tokenize_request(raw, limits)
+        return tokenize_request(raw, limits, self._asked)
 
     def answer(self) -> Answer:
         return TokenCount()

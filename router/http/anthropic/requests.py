@@ -7,7 +7,7 @@ are checked afterwards, by validation.py, which knows the protocol's names: `own
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import dataclass, field
 
 from pagoda.v1 import chat_pb2, inference_pb2
 
@@ -15,6 +15,7 @@ from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count
 from ...request.json_body import Fields, Json, json_object, shown, translating
 from ...request.structured_outputs import schema_text
+from ..field_names import FieldNames, Places
 
 _IGNORED = ("metadata", "cache_control")  # they change no answer
 _CHOICES = {
@@ -26,15 +27,26 @@ _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def generate_request(raw: bytes, limits: Limits) -> tuple[inference_pb2.GenerateRequest, bool]:
-    """Translate a body of /v1/messages. Returns whether its answer is streamed, too.
+@dataclass(slots=True)
+class Asked:
+    """What an answer has to be like.
+
+    places  which block each part of the conversation is from
+    """
+
+    is_stream: bool = False
+    places: Places = field(default_factory=dict)
+
+
+def generate_request(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.GenerateRequest:
+    """Translate a body of /v1/messages, and note in `asked` what the answer has to be like.
 
     Raises InvalidArgument, Unimplemented.
     """
     given, request = _fields(raw, limits), inference_pb2.GenerateRequest()
     with translating():
         request.model = given.text("model")
-        _add_chat(given, request.chat, limits)
+        _add_chat(given, request.chat, limits, asked.places)
         if (max_tokens := given.integer("max_tokens", 1)) is None:
             raise InvalidArgument("max_tokens", "is missing")
         request.stopping.max_tokens = max_tokens
@@ -43,17 +55,17 @@ def generate_request(raw: bytes, limits: Limits) -> tuple[inference_pb2.Generate
         _output(given, request)
         if given.take("service_tier") not in (None, "auto", "standard_only"):
             raise Unimplemented("service_tier")
-        is_stream = given.flag("stream")
+        asked.is_stream = given.flag("stream")
     given.none_left()
-    return request, is_stream
+    return request
 
 
-def tokenize_request(raw: bytes, limits: Limits) -> inference_pb2.TokenizeRequest:
+def tokenize_request(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.TokenizeRequest:
     """Translate a body of /v1/messages/count_tokens. Raises InvalidArgument, Unimplemented."""
     given, request = _fields(raw, limits), inference_pb2.TokenizeRequest()
     with translating():
         request.model = given.text("model")
-        _add_chat(given, request.chat, limits)
+        _add_chat(given, request.chat, limits, asked.places)
         _output(given, inference_pb2.GenerateRequest())  # it adds no tokens to the prompt
     given.none_left()
     return request
@@ -85,7 +97,7 @@ def _output(given: Fields, request: inference_pb2.GenerateRequest) -> None:
 # -- the conversation -------------------------------------------------------------------------------------------------
 
 
-def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
+def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
     messages = given.entries("messages", limits.max_messages)
     if not messages:
         raise InvalidArgument("messages", "is missing or empty")
@@ -93,8 +105,9 @@ def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
         raise InvalidArgument("messages", "the model served here has no chat template; use /v1/completions")
     if (system := given.take("system", (str, list), "a string or a list of text blocks")) is not None:
         chat.messages.append(_system(system, limits))
+        places["chat.messages[0]"] = "system"
     for index, message in enumerate(messages):
-        _add_message(Fields(message, f"messages[{index}]."), chat, limits)
+        _add_message(Fields(message, f"messages[{index}]."), chat, limits, places)
     chat.continue_last = chat.messages[-1].role == chat_pb2.ROLE_ASSISTANT  # the answer goes on from its text
     for index, tool in enumerate(given.entries("tools", limits.max_tools)):
         chat.tools.append(_tool(Fields(tool, f"tools[{index}].")))
@@ -125,7 +138,7 @@ def _system(system: str | list[Json], limits: Limits) -> chat_pb2.ChatMessage:
     return message
 
 
-def _add_message(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
+def _add_message(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
     """Add a message; results of tools, which a user's message holds, are messages of their own before it."""
     role = given.take("role", str, "a string")
     if role not in ("user", "assistant"):
@@ -137,6 +150,7 @@ def _add_message(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
     message = chat_pb2.ChatMessage(role=chat_pb2.ROLE_USER if role == "user" else chat_pb2.ROLE_ASSISTANT)
     if isinstance(content, str):
         message.content = content
+        places[_next(chat)] = given.path
         chat.messages.append(message)
         return
     check_count(len(content), given.name("content"), limits.max_parts)
@@ -146,8 +160,10 @@ def _add_message(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
             case _, "text":
                 message.parts.add(text=_text(block))
             case "user", "tool_result":
+                places[_next(chat)] = block.path
                 chat.messages.append(_tool_result(block, limits))
             case "assistant", "tool_use":
+                places[f"{_next(chat)}.tool_calls[{len(message.tool_calls)}]"] = block.path
                 message.tool_calls.append(_tool_use(block))
             case "assistant", "thinking":
                 message.reasoning += block.text("thinking")
@@ -156,7 +172,13 @@ def _add_message(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
             case _, kind:
                 raise _unknown_block(block, kind)
     if message.parts or message.tool_calls or message.reasoning or not content:
+        places[_next(chat)] = given.path
         chat.messages.append(message)
+
+
+def _next(chat: chat_pb2.Chat) -> str:
+    """The path of the message that is added next."""
+    return f"chat.messages[{len(chat.messages)}]"
 
 
 def _unknown_block(block: Fields, kind: str | None) -> Exception:
@@ -237,28 +259,22 @@ def _tool_choice(given: Fields, choice: chat_pb2.ToolChoice) -> None:
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
-_OWN_NAMES = {
-    "chat.template_kwargs": "thinking",
-    "chat.tool_choice.mode": "tool_choice",
-    "chat.tool_choice.tool": "tool_choice.name",
-    "input": "messages",
-    "chat": "messages",
-    "request": "body",
-    "request_id": "x-request-id",
-}
-_INSIDE = (
-    (re.compile(r"^guided.*"), "output_config.format"),
-    (re.compile(r"^stopping\.stop\b"), "stop_sequences"),
-    (re.compile(r"^chat\.messages\b.*"), "messages"),  # a tool's result is a message of its own: numbers differ
-    (re.compile(r"^(sampling|stopping|chat)\."), ""),
-    (re.compile(r"^(tools\[\d+\])\.parameters$"), r"\1.input_schema"),
+_NAMES = FieldNames(
+    (r"^chat$", "messages"),
+    (r"^chat\.(messages\b.*|continue_last)$", "messages"),
+    (r"^system\b.*", "system"),
+    (r"^(messages\b.*)\.arguments$", r"\1.input"),
+    (r"^(messages\b.*)\.tool_call_id$", r"\1.tool_use_id"),
+    (r"^(messages\b.*)\.(parts|reasoning)\b", r"\1.content"),
+    (r"^chat\.template_kwargs\b.*", "thinking"),
+    (r"^chat\.tool_choice\.mode$", "tool_choice"),
+    (r"^chat\.tool_choice\.tool$", "tool_choice.name"),
+    (r"^chat\.(tools\[\d+\])\.parameters$", r"\1.input_schema"),
+    (r"^guided\b.*", "output_config.format"),
+    (r"^stopping\.stop\b", "stop_sequences"),
 )
 
 
-def own_name(path: str) -> str:
+def own_name(path: str, asked: Asked) -> str:
     """The API's name of a field that an error names as the protocol does."""
-    if path in _OWN_NAMES:
-        return _OWN_NAMES[path]
-    for pattern, replacement in _INSIDE:
-        path = pattern.sub(replacement, path)
-    return path
+    return _NAMES.of(path, asked.places)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import sys
 from array import array
 
@@ -14,6 +13,7 @@ from ...errors import InvalidArgument
 from ...request.fields import Limits, check_count
 from ...request.json_body import Fields, Json, integers_of, json_object, translating
 from ...request.models import ServedModels
+from ..field_names import FieldNames
 from ..http_call import Answer, Api, HttpCall
 
 _POOLINGS = {
@@ -22,7 +22,8 @@ _POOLINGS = {
     "cls": inference_pb2.POOLING_CLS,
 }
 _ENCODINGS = ("float", "base64")
-_OWN_NAMES = {"cache.salt": "cache_salt", "request": "body", "request_id": "x-request-id"}
+_NAMES = FieldNames((r"(\.text|\.token_ids\.ids)\b", ""), (r"^inputs\b", "input"))
+_NAMES_OF_ONE = FieldNames((r"(\.text|\.token_ids\.ids)\b", ""), (r"^inputs(\[0\])?", "input"))
 
 
 class EmbeddingsApi(Api, Answer):
@@ -83,8 +84,7 @@ class EmbeddingsApi(Api, Answer):
 
     def own_name(self, field: str) -> str:
         """The API's name of a field that an error names as the protocol does."""
-        field = re.sub(r"(\.text|\.token_ids\.ids)\b", "", _OWN_NAMES.get(field, field))
-        return re.sub(r"^inputs(\[0\])?" if self._is_one else r"^inputs", "input", field)
+        return (_NAMES_OF_ONE if self._is_one else _NAMES).of(field)
 
     def answer(self) -> Answer:
         return self

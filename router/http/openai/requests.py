@@ -6,9 +6,8 @@ are checked afterwards, by validation.py, which knows the protocol's names: `own
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,6 +19,7 @@ from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count, check_number
 from ...request.json_body import MAX_UINT32, Fields, Json, integers_of, json_object, shown, translating
 from ...request.structured_outputs import schema_text, structured_outputs
+from ..field_names import FieldNames
 from .chats import add_chat
 
 DEFAULT_COMPLETION_TOKENS = 16  # the API's own default, not the protocol's
@@ -289,45 +289,34 @@ def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
-_OWN_NAMES: Mapping[str, str] = {
-    "cache.salt": "cache_salt",
-    "chat.template_kwargs": "chat_template_kwargs",
-    "chat.tool_choice.mode": "tool_choice",
-    "chat.tool_choice.tool": "tool_choice",
-    "output.prompt_logprobs": "echo",
-    "request": "body",
-    "request_id": "x-request-id",
-    "token_ids.ids": "prompt",
-}
-_INSIDE = (
-    (re.compile(r"^(sampling|stopping|output|chat)\."), ""),
-    (re.compile(r"^token_ids\.ids\["), "prompt["),
-    (re.compile(r"\.parts\b"), ".content"),
-    (re.compile(r"(tool_calls\[\d+\]|^tools\[\d+\])\.(name|arguments|description|parameters)$"), r"\1.function.\2"),
+_NAMES = FieldNames(
+    (r"^chat\.template_kwargs\b", "chat_template_kwargs"),
+    (r"^chat\.tool_choice\.mode$", "tool_choice"),
+    (r"^chat\.tool_choice\.tool$", "tool_choice.function.name"),
+    (r"^output\.prompt_logprobs$", "echo"),
+    (r"^token_ids\.ids\b", "prompt"),
+    (r"\.parts\b", ".content"),
+    (
+        r"^chat\.(messages\[\d+\]\.tool_calls\[\d+\]|tools\[\d+\])\.(name|arguments|description|parameters)$",
+        r"\1.function.\2",
+    ),
 )
 
 
 def own_name(path: str, asked: Asked) -> str:
     """The API's name of a field that an error names as the protocol does."""
-    name = _own_name(path, asked)
+    if path in ("input", "chat"):
+        name = "messages" if asked.is_chat else "prompt"
+    elif path.startswith("received"):
+        name = "last-event-id"
+    elif path == "guided" or path.startswith("guided."):
+        name = asked.format_name
+    elif path == "output.logprobs" and asked.is_chat:
+        name = "top_logprobs"
+    elif path == "stopping.max_tokens":
+        name = asked.max_tokens_name
+    else:
+        name = _NAMES.of(path)
     if len(asked.prompts) > 1 and path.startswith(("prompt", "token_ids", "input")):
         name = name.replace("prompt", f"prompt[{asked.failed_prompt}]", 1)
     return name
-
-
-def _own_name(path: str, asked: Asked) -> str:
-    if path in _OWN_NAMES:
-        return _OWN_NAMES[path]
-    if path in ("input", "chat"):
-        return "messages" if asked.is_chat else "prompt"
-    if path.startswith("received"):
-        return "last-event-id"
-    if path == "guided" or path.startswith("guided."):
-        return asked.format_name
-    if path == "output.logprobs" and asked.is_chat:
-        return "top_logprobs"
-    if path == "stopping.max_tokens":
-        return asked.max_tokens_name
-    for pattern, replacement in _INSIDE:
-        path = pattern.sub(replacement, path)
-    return path

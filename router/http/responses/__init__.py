@@ -36,7 +36,7 @@ class _Responses(Api):
         return kind(self._asked, self._request_id, self._model)
 
     def own_name(self, field: str) -> str:
-        return own_name(field)
+        return own_name(field, self._asked)
 
 
 def routes(inference: InferenceServicer, max_bytes: int) -> list[BaseRoute]:

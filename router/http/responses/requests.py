@@ -8,7 +8,6 @@ knows the protocol's names: `own_name` translates them back.
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count
 from ...request.json_body import Fields, Json, json_object, shown, translating
 from ...request.structured_outputs import schema_text
+from ..field_names import FieldNames, Places
 from ..openai.chats import function_tool, set_mode
 
 _IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata")
@@ -48,11 +48,13 @@ class Asked:
 
     echoed   fields of the request that a response repeats, as the inside of a JSON object
     created  seconds since 1970
+    places   which item each part of the conversation is from
     """
 
     is_stream: bool = False
     echoed: bytes = b""
     created: int = field(default_factory=lambda: int(time.time()))
+    places: Places = field(default_factory=dict)
 
 
 def generate_request(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.GenerateRequest:
@@ -70,7 +72,7 @@ def generate_request(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.
                 raise Unimplemented(f"include[{index}] {shown(wanted)}")
         request.model = given.text("model")
         _check_reasoning(given)
-        _add_chat(given, request.chat, limits)
+        _add_chat(given, request.chat, limits, asked.places)
         if (max_tokens := given.integer("max_output_tokens", 1)) is not None:
             request.stopping.max_tokens = max_tokens
         given.put_parameters(request.sampling, "temperature", "top_p")
@@ -146,7 +148,7 @@ def _format(given: Fields, request: inference_pb2.GenerateRequest) -> None:
 # -- the conversation -------------------------------------------------------------------------------------------------
 
 
-def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
+def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
     wanted = given.take("input", (str, list), "a string or a list of items")
     if not wanted:
         raise InvalidArgument("input", "is missing or empty")
@@ -154,11 +156,12 @@ def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
         raise InvalidArgument("input", "the model served here has no chat template; use /v1/completions")
     if instructions := given.text("instructions"):
         chat.messages.add(role=chat_pb2.ROLE_SYSTEM, content=instructions)
+        places["chat.messages[0].content"] = "instructions"
     if isinstance(wanted, str):
         chat.messages.add(role=chat_pb2.ROLE_USER, content=wanted)
     else:
         check_count(len(wanted), "input", limits.max_messages)
-        items = _Items(chat, limits)
+        items = _Items(chat, limits, places)
         for index, item in enumerate(wanted):
             items.add(Fields(item, f"input[{index}]."))
     for index, tool in enumerate(given.entries("tools", limits.max_tools)):
@@ -180,8 +183,9 @@ def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
 class _Items:
     """Items of a conversation as its messages: what an assistant thought, said and called becomes one of them."""
 
-    def __init__(self, chat: chat_pb2.Chat, limits: Limits) -> None:
+    def __init__(self, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
         self._chat = chat
+        self._places = places
         self._limits = limits
         self._answer: chat_pb2.ChatMessage | None = None  # the assistant's, while its items follow each other
 
@@ -192,21 +196,26 @@ class _Items:
             case None | "message":
                 self._add_message(item)
             case "function_call":
-                call = self._assistant().tool_calls.add(
-                    id=item.text("call_id"), name=item.text("name"), arguments=item.text("arguments")
-                )
-                check_count(len(self._assistant().tool_calls), item.name("type"), self._limits.max_tools)
+                calls = self._assistant().tool_calls
+                call = calls.add(id=item.text("call_id"), name=item.text("name"), arguments=item.text("arguments"))
+                check_count(len(calls), item.name("type"), self._limits.max_tools)
+                self._note(f".tool_calls[{len(calls) - 1}]", item.path)
                 if not call.arguments:
                     call.arguments = "{}"
             case "function_call_output":
                 self._answer = None
                 result = self._chat.messages.add(role=chat_pb2.ROLE_TOOL, tool_call_id=item.text("call_id"))
+                self._note("", item.path)
                 self._add_content(item, "output", result)
             case "reasoning":
                 self._add_reasoning(item)
             case kind:
                 raise Unimplemented(f"{item.name('type')} {shown(kind)}")
         item.none_left()
+
+    def _note(self, part: str, name: str) -> None:
+        """Note where a part of the last message is from."""
+        self._places[f"chat.messages[{len(self._chat.messages) - 1}]{part}"] = name
 
     def _assistant(self) -> chat_pb2.ChatMessage:
         if self._answer is None:
@@ -223,6 +232,7 @@ class _Items:
         else:
             self._answer = None
             message = self._chat.messages.add(role=_ROLES[role])
+            self._note("", item.path)
         self._add_content(item, "content", message)
 
     def _add_content(self, item: Fields, name: str, message: chat_pb2.ChatMessage) -> None:
@@ -231,6 +241,8 @@ class _Items:
             raise InvalidArgument(item.name(name), "is missing")
         texts = [content] if isinstance(content, str) else self._parts(item, name, content, _TEXTS)
         check_count(len(message.parts) + len(texts), item.name(name), self._limits.max_parts)
+        for part in (".content", ".parts"):
+            self._note(part, item.name(name))
         if len(texts) == 1 and not message.parts and not message.content:
             message.content = texts[0]
             return
@@ -246,6 +258,7 @@ class _Items:
             texts = self._parts(item, name, item.take(name, list, "a list of parts") or [], (kind,))
             if name == "content" and texts:
                 self._assistant().reasoning += "".join(texts)
+                self._note(".reasoning", item.name(name))
 
     def _parts(self, item: Fields, name: str, parts: list[Json], kinds: tuple[str, ...]) -> list[str]:
         check_count(len(parts), item.name(name), self._limits.max_parts)
@@ -276,25 +289,18 @@ def _tool(given: Fields) -> chat_pb2.Tool:
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
-_OWN_NAMES = {
-    "chat.tool_choice.mode": "tool_choice",
-    "chat.tool_choice.tool": "tool_choice.name",
-    "chat": "input",
-    "stopping.max_tokens": "max_output_tokens",
-    "request": "body",
-    "request_id": "x-request-id",
-}
-_INSIDE = (
-    (re.compile(r"^guided.*"), "text.format"),
-    (re.compile(r"^chat\.messages\b.*"), "input"),  # several items may be one message: numbers differ
-    (re.compile(r"^(sampling|stopping|chat)\."), ""),
+_NAMES = FieldNames(
+    (r"^chat$", "input"),
+    (r"^chat\.messages\b.*", "input"),
+    (r"^(input\b.*)\.(id|tool_call_id)$", r"\1.call_id"),
+    (r"^(input\b.*)\.(parts|reasoning)\b", r"\1.content"),
+    (r"^chat\.tool_choice\.mode$", "tool_choice"),
+    (r"^chat\.tool_choice\.tool$", "tool_choice.name"),
+    (r"^guided\b.*", "text.format"),
+    (r"^stopping\.max_tokens$", "max_output_tokens"),
 )
 
 
-def own_name(path: str) -> str:
+def own_name(path: str, asked: Asked) -> str:
     """The API's name of a field that an error names as the protocol does."""
-    if path in _OWN_NAMES:
-        return _OWN_NAMES[path]
-    for pattern, replacement in _INSIDE:
-        path = pattern.sub(replacement, path)
-    return path
+    return _NAMES.of(path, asked.places)

@@ -23,7 +23,11 @@ PATHS = ("sampling.", "stopping.", "output.", "chat.", "cache.", "token_ids.")  
 
 def check(data: bytes) -> bool:
     _check_decoders(data)
-    taken = [_is_taken(data, True), _is_taken(data, False), *(_is_translated(data, *api) for api in NEWER_APIS)]
+    taken = [
+        _is_taken(data, True),
+        _is_taken(data, False),
+        *(_is_translated(data, api) for api in (responses, anthropic)),
+    ]
     return any(taken)
 
 
@@ -59,13 +63,14 @@ def _is_taken(data: bytes, is_chat: bool) -> bool:
     return True
 
 
-def _is_translated(data: bytes, translate: Callable[[bytes], Any], named: Callable[[str], str]) -> bool:
+def _is_translated(data: bytes, api: Any) -> bool:
+    asked = api.Asked()
     try:
-        params = validate_generate(translate(data), LIMITS)
+        params = validate_generate(api.generate_request(data, LIMITS, asked), LIMITS)
         to_submit(params, (1, 2, 3), check_prompt(params, 3, LIMITS), EOS_IDS, 1.5)
     except PagodaError as error:
         check_line(error)
-        _check_name(error, named)
+        _check_name(error, partial(api.own_name, asked=asked))
         return False
     return True
 
@@ -73,9 +78,3 @@ def _is_translated(data: bytes, translate: Callable[[bytes], Any], named: Callab
 def _check_name(error: PagodaError, named: Callable[[str], str]) -> None:
     if isinstance(error, InvalidArgument | Unimplemented):
         assert not named(error.field).startswith(PATHS), error.field
-
-
-NEWER_APIS: tuple[tuple[Callable[[bytes], Any], Callable[[str], str]], ...] = (
-    (lambda data: responses.generate_request(data, LIMITS, responses.Asked()), responses.own_name),
-    (lambda data: anthropic.generate_request(data, LIMITS)[0], anthropic.own_name),
-)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,18 @@ import pytest
 from pagoda.v1 import chat_pb2, inference_pb2
 from pagoda_server.router.errors import Aborted, InvalidArgument, Unimplemented
 from pagoda_server.router.http.anthropic.answers import StreamedMessage, WholeMessage
-from pagoda_server.router.http.anthropic.requests import generate_request, own_name, tokenize_request
+from pagoda_server.router.http.anthropic.requests import Asked, generate_request, own_name, tokenize_request
 from pagoda_server.router.http.errors import refusal
 from pagoda_server.router.request.fields import Limits
+from pagoda_server.router.request.validation import validate_generate
 
 LIMITS = Limits(max_model_len=100, vocab_size=50, kv_token_capacity=1000)
+SMALL_LIMITS = replace(LIMITS, max_text_bytes=4096)
 HI = [{"role": "user", "content": "Hi"}]
 
 
-def translated(**body: Any) -> inference_pb2.GenerateRequest:
-    return generate_request(json.dumps({"max_tokens": 5, "messages": HI} | body).encode(), LIMITS)[0]
+def translated(asked: Asked | None = None, **body: Any) -> inference_pb2.GenerateRequest:
+    return generate_request(json.dumps({"max_tokens": 5, "messages": HI} | body).encode(), LIMITS, asked or Asked())
 
 
 def test_a_conversation_with_tools_becomes_a_chat() -> None:
@@ -71,7 +74,7 @@ def test_an_output_format_is_a_schema_that_the_answer_follows() -> None:
 
 def test_tokens_are_counted_for_the_same_prompt() -> None:
     body = {"messages": HI, "tools": [{"name": "t", "input_schema": {}}], "thinking": {"type": "adaptive"}}
-    assert tokenize_request(json.dumps(body).encode(), LIMITS).chat == translated(**body).chat
+    assert tokenize_request(json.dumps(body).encode(), LIMITS, Asked()).chat == translated(**body).chat
 
 
 @pytest.mark.parametrize(
@@ -110,14 +113,58 @@ def test_tokens_are_counted_for_the_same_prompt() -> None:
 def test_a_field_that_cannot_be_followed_is_refused_by_its_name(body: Any, kind: Any, field: str) -> None:
     with pytest.raises(kind) as caught:
         translated(**body)
-    assert caught.value.field == own_name(field) == field
+    assert caught.value.field == own_name(field, Asked()) == field
 
 
-def test_names_of_the_protocol_become_the_apis() -> None:
-    assert own_name("stopping.stop[0]") == "stop_sequences[0]"
-    assert own_name("chat.messages[3].content") == "messages"
-    assert own_name("chat.tools[1].parameters") == "tools[1].input_schema"
-    assert own_name("sampling.top_k") == "top_k"
+def use(name: str, **more: Any) -> Any:
+    return {"type": "tool_use", "id": "c", "name": name} | more
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"system": "x" * 5000}, "system"),
+        ({"system": [{"type": "text", "text": "x" * 5000}]}, "system"),
+        ({"system": "s", "messages": [*HI, {"role": "user", "content": "x" * 5000}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 5000}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": "12"},
+                {"type": "tool_result", "tool_use_id": "c", "content": "x" * 5000},
+            ]}]},
+            "messages[0].content[1].content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x" * 5000}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            {"system": "s", "messages": [
+                *HI, {"role": "assistant", "content": [{"type": "text", "text": "a"}, use("f"), use("a b")]},
+            ]},
+            "messages[1].content[2].name",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [use("f", input={"a": "x" * 5000})]}]},
+            "messages[0].content[0].input",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x" * 5000}]}]},
+            "messages[0].content",
+        ),
+        ({"messages": [*HI, {"role": "assistant", "content": [use("f")]}]}, "messages"),
+        ({"tools": [{"name": "f", "input_schema": {"a": "x" * 5000}}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ],
+)  # fmt: skip
+def test_what_validation_refuses_has_the_clients_own_name(body: dict[str, Any], name: str) -> None:
+    request = translated(asked := Asked(), **body)
+    with pytest.raises(InvalidArgument) as refused:
+        validate_generate(request, SMALL_LIMITS)
+    assert own_name(refused.value.field, asked) == name
+    assert "chat." not in refused.value.description
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

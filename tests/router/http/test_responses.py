@@ -12,7 +12,8 @@ from pagoda_server.router.errors import Aborted, InvalidArgument, Unimplemented
 from pagoda_server.router.http.errors import refusal
 from pagoda_server.router.http.responses.answers import StreamedResponse, WholeResponse
 from pagoda_server.router.http.responses.requests import Asked, generate_request, own_name
-from tests.router.http.test_messages import ANSWER, LIMITS, finished, tokens
+from pagoda_server.router.request.validation import validate_generate
+from tests.router.http.test_messages import ANSWER, LIMITS, SMALL_LIMITS, finished, tokens
 
 
 def translated(asked: Asked | None = None, **body: Any) -> inference_pb2.GenerateRequest:
@@ -95,14 +96,56 @@ def test_a_schema_is_followed() -> None:
 def test_a_field_that_cannot_be_followed_is_refused_by_its_name(body: Any, kind: Any, field: str) -> None:
     with pytest.raises(kind) as caught:
         translated(**body)
-    assert caught.value.field == own_name(field) == field
+    assert caught.value.field == own_name(field, Asked()) == field
 
 
-def test_names_of_the_protocol_become_the_apis() -> None:
-    assert own_name("stopping.max_tokens") == "max_output_tokens"
-    assert own_name("chat.messages[3].content") == own_name("chat") == "input"
-    assert own_name("chat.tools[1].parameters") == "tools[1].parameters"
-    assert own_name("guided.json_schema") == "text.format"
+def call(name: str, arguments: str = "{}", id: str = "c") -> Any:
+    return {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"input": "x" * 5000}, "input"),
+        ({"instructions": "x" * 5000}, "instructions"),
+        ({"instructions": "i", "input": [{"role": "user", "content": "x" * 5000}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [
+                {"type": "input_text", "text": "a"}, {"type": "input_text", "text": "x" * 5000},
+            ]}]},
+            "input[0].content",
+        ),
+        ({"instructions": "i", "input": [{"role": "user", "content": "a"}, call("f"), call("a b")]}, "input[2].name"),
+        ({"input": [call("f"), call("f", "[")]}, "input[1].arguments"),
+        ({"input": [call("f", id="x" * 5000)]}, "input[0].call_id"),
+        (
+            {"input": [call("f"), {"type": "function_call_output", "call_id": "c", "output": "x" * 5000}]},
+            "input[1].output",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "x" * 5000, "output": ""}]},
+            "input[0].call_id",
+        ),
+        (
+            {"input": [
+                {"role": "assistant", "content": "a"},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 5000}]},
+            ]},
+            "input[1].content",
+        ),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"a": "x" * 5000}}]}, "tools[0].parameters"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": ""}}}, "text.format"),
+    ],
+)  # fmt: skip
+def test_what_validation_refuses_has_the_clients_own_name(body: dict[str, Any], name: str) -> None:
+    request = translated(found := Asked(), **body)
+    with pytest.raises(InvalidArgument) as refused:
+        validate_generate(request, SMALL_LIMITS)
+    assert own_name(refused.value.field, found) == name
+    assert "chat." not in refused.value.description
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

@@ -324,6 +324,8 @@ def test_a_wrong_prompt_is_refused(prompt: Any, told: str) -> None:
         ({"logit_bias": {"1000": 1}}, "logit_bias[1000]"),
         ({"cache_salt": "s" * 129}, "cache_salt"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
         ({"continue_last": True}, "continue_last"),
         ({"messages": [{"role": "user", "content": "", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         (
@@ -349,6 +351,8 @@ def test_what_validation_refuses_has_the_clients_own_name(fields: dict[str, Any]
         ("token_ids.ids[3]", "prompt[3]"),
         ("output.logprobs", "logprobs"),
         ("input", "prompt"),
+        ("chat.template_kwargs.tools", "chat_template_kwargs.tools"),
+        ("lora_name", "model"),
         ("request", "body"),
         ("request_id", "x-request-id"),
     ],
