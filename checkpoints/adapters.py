@@ -30,6 +30,7 @@ MOST_HEADER_BYTES_A_TENSOR = 512  # its name, shape and place, in a safetensors 
 MAX_PATTERNS, MAX_PATTERN = 1024, 256  # entries of rank_pattern and alpha_pattern, and letters of each
 MAX_REPETITIONS, MAX_ALTERNATIVES, MAX_GROUPS = 2, 8, 2  # in a pattern
 MAX_AMBIGUOUS = 64  # entries with any of these
+MAX_NUMBER = 10**9  # in adapter_config.json, or its negative
 MAX_NAMED = 3  # modules in an error
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -114,7 +115,7 @@ def read_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
     Raises AdapterNotFound, or CheckpointError for what is broken, not supported, or does not fit the model.
     """
     config_bytes = read_whole(path / CONFIG, MAX_CONFIG_BYTES)
-    config = AdapterConfig(config_bytes)
+    config = AdapterConfig(config_bytes, limits.max_rank)
     content = read_whole(path / TENSORS, limits.most_bytes)
     halves: dict[str, dict[str, NDArray[np.float32]]] = {}
     for entry in _entries(content, limits):
@@ -202,10 +203,11 @@ def _missing(path: Path) -> str:
 class AdapterConfig:
     """What adapter_config.json says of ranks and scales. Raises CheckpointError for what is wrong or not supported.
 
-    rank  of modules that no pattern names
+    max_rank  that an adapter may have here
+    rank      of modules that no pattern names
     """
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, max_rank: int) -> None:
         try:
             fields = json.loads(content)
         except (ValueError, RecursionError):
@@ -229,6 +231,8 @@ class AdapterConfig:
             raise CheckpointError(f"{CONFIG}: use_rslora is {quoted(fields['use_rslora'])}; true or false is needed")
         self._is_stabilized = bool(fields.get("use_rslora"))
         self._ranks = self._patterns("rank_pattern", whole=True)
+        if self.rank > max_rank and not self._ranks:
+            raise CheckpointError(f"{CONFIG}: r is {self.rank}; --max-lora-rank allows 1 to {max_rank}")
         self._alphas = self._patterns("alpha_pattern")
 
     def rank_of(self, module: str) -> int:
@@ -292,8 +296,9 @@ class AdapterConfig:
 
     def _number(self, name: str, value: object, *, whole: bool = False) -> float:
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if not is_number or not abs(value) < 1e9 or (whole and value < 1):  # type: ignore[arg-type,operator]
-            raise CheckpointError(f"{CONFIG}: {name} is {quoted(value)}; a {'positive whole ' * whole}number is needed")
+        if not is_number or not abs(value) < MAX_NUMBER or (whole and value < 1):  # type: ignore[arg-type,operator]
+            needed = f"a {'positive whole ' * whole}number below {MAX_NUMBER} is needed"
+            raise CheckpointError(f"{CONFIG}: {name} is {quoted(value)}; {needed}")
         return value  # type: ignore[return-value]
 
     def _patterns(self, name: str, *, whole: bool = False) -> Sequence[tuple[re.Pattern[str], float]]:

@@ -66,6 +66,7 @@ _BOUNDS = {  # keywords, with those that include the bound, and the direction th
 _EXACT, _LARGEST = 1 << 53, 10**300  # doubles keep every integer below the first, and end a little above the second
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
 _NOTES = ("default", "examples")  # keywords that decide nothing
+_STYLE = "x-guidance"  # llguidance's own keyword: how JSON is written
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 
@@ -92,7 +93,7 @@ def grammar_of(format: str, value: str | Sequence[str]) -> str:
         options = " | ".join(json.dumps(option, ensure_ascii=False).replace("\x7f", r"\u007f") for option in value)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
     for schema in schemas_in(str(value), Decimal):
-        _check_numbers(schema)
+        _check_keywords(schema)
         if place := _narrow_bounds(schema):
             raise GrammarError(f"has a bound at {place} of a %json that would not be kept: it lies between two doubles")
     return LLMatcher.grammar_from_lark(str(value))
@@ -163,14 +164,18 @@ def _keywords(schema: object) -> Iterator[tuple[str, dict[str, Any], str]]:
                         waiting.append((place, inner))
 
 
-def _check_numbers(schema: object) -> None:
-    """Refuse numbers in `const` and `enum` that llguidance would change: it reads doubles, and writes 16 digits.
+def _check_keywords(schema: object) -> None:
+    """Refuse what llguidance would change or leave out.
+
+    It reads numbers in `const` and `enum` as doubles, and writes 16 digits. It follows a style of the whole schema.
 
     schema  its numbers with a point are Decimals
     """
     for place, holder, key in _keywords(schema):
         if key in _VALUES:
             _check_exact(place, holder[key])
+        elif key == _STYLE and (place != f"/{_STYLE}" or not isinstance(holder[key], dict)):
+            raise GrammarError(f"has {_STYLE} at {place}: it must be an object, and at the top of the schema")
 
 
 def _narrow_bounds(schema: object) -> str:
@@ -219,7 +224,7 @@ def _is_exact(number: int | Decimal) -> bool:
 
 def _schema_grammar(schema: str) -> str:
     value = _read_schema(schema)
-    _check_numbers(json.loads(schema, parse_float=Decimal))
+    _check_keywords(json.loads(schema, parse_float=Decimal))
     if _narrow_bounds(value):
         schema = json.dumps(value)
     try:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ...checkpoints.folder import CheckpointError
 from ...settings.engine import EngineConfig
 from ..core.adapter import Adapter
 from ..core.errors import ConfigError
@@ -151,9 +150,7 @@ class SyntheticAdapters:
             return Adapter(identity_of(content), 1, len(content), None)
         config = read_whole(path / CONFIG, _MAX_ADAPTER_BYTES)
         content = read_whole(path / TENSORS, _MAX_ADAPTER_BYTES)
-        rank = AdapterConfig(config).rank
-        if rank > self.max_rank:
-            raise CheckpointError(f"the adapter has rank {rank}; --max-lora-rank allows {self.max_rank}")
+        rank = AdapterConfig(config, self.max_rank).rank
         return Adapter(identity_of(config, content), rank, len(content), None)
 
 

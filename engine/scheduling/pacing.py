@@ -2,7 +2,8 @@
 
 Stall-free batching with a fixed chunk (Sarathi-Serve, Agrawal et al., 2024) bounds a step by its token budget. Here the
 bound is a time: beside decodes, prompts get the tokens that the cost model expects to fit into the target. Without
-decodes, a longer time bounds a step, so that a slow machine does not seem to hang in a chunk with a long context.
+decodes, a longer time bounds a step, so that a slow machine does not seem to hang in a chunk with a long context. The
+first steps hold few tokens, because only they show how fast the machine is.
 
 A slow machine needs most of that time for its decodes alone. If prompts got only the rest, they would fill the batch so
 slowly that throughput collapsed. A step may therefore grow to a multiple of its decodes' own time, whatever the target.
@@ -23,6 +24,7 @@ from ..core.sequence import Sequence
 from ..core.step import Chunk
 from ..timing.cost_model import CostModel
 
+FIRST_PREFILL = 64  # prompt tokens of a step before any step has shown how fast the machine is
 MIN_PREFILL = 4  # prompt tokens that every step has room for, however long they take
 LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, whatever the target
 PROMPT_WEIGHT = 2.0  # how many slowed decodes a slowed prompt is worth: it also keeps its place in the batch empty
@@ -71,7 +73,9 @@ class Pacing:
             limit_s = min(limit_s, max(self._target_itl_s / self._costs.excess, growth * alone_s))
         if limit_s == math.inf:
             return self._token_budget
-        room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
+        room = FIRST_PREFILL
+        if self._costs.has_measured:
+            room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
 
     def newcomer(self, in_line: Iterator[Sequence], running: list[Sequence], budget: int) -> Sequence | None:

@@ -124,6 +124,11 @@ class CostModel:
 
     # -- what its callers ask -----------------------------------------------------------------------------------------
 
+    @property
+    def has_measured(self) -> bool:
+        """Whether a step has shown what computing costs."""
+        return self._steps.has_observed
+
     def decodes_s(self, count: int, num_keys: int) -> float:
         """Predict a step of `count` decodes that read `num_keys` keys together; 0 before the first step.
 
@@ -283,9 +288,13 @@ class StepTimeFilter:
         self._most = [0.0] * _SIZE  # the variance that a part can grow to
         self._covariance: list[list[float]] = []
 
+    @property
+    def has_observed(self) -> bool:
+        return bool(self._covariance)
+
     def observe(self, load: StepLoad, seconds: float) -> float | None:
         """Learn from a step. Return its time ÷ the predicted one; None if too little was known to predict it."""
-        if not self._covariance:
+        if not self.has_observed:
             self._expect(seconds)
         expected = self.predict(load)
         shared = [_dot(row, load) for row in self._covariance]
@@ -311,7 +320,7 @@ class StepTimeFilter:
         """Return seconds; None if too little is known."""
         expected = self.predict(load)
         unknown = _dot(load, [_dot(row, load) for row in self._covariance])
-        return expected if self._covariance and unknown < (SURE * expected) ** 2 else None
+        return expected if self.has_observed and unknown < (SURE * expected) ** 2 else None
 
     def added_s(self, load: StepLoad) -> float:
         """Predict how much a load adds to a step that is made anyway."""

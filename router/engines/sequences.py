@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 
-from ..errors import EngineLost
+from ..errors import EngineLost, Internal
 from .stream import EngineStream, Wakeups
 
 
@@ -93,7 +93,7 @@ class Sequences:
             self.tenants = step.tenants
         for number in step.started:
             if route := self._routes.get(number):
-                route[0].on_start()
+                self._report_start(route[0])
         for reading in step.readings:
             if route := self._routes.get(reading.sequence):
                 route[0].inboxes[route[1]].readings.append(reading)
@@ -108,7 +108,7 @@ class Sequences:
                 if not stream.has_begun:
                     stream.has_begun = True
                     self._computed(stream)
-                    stream.on_start()
+                    self._report_start(stream)
         for ended in step.ended:
             if route := self._routes.pop(ended.sequence, None):
                 stream, index = route
@@ -116,7 +116,7 @@ class Sequences:
                 stream.live.discard(index)
                 if not stream.live:
                     self._computed(stream)
-                stream.on_start()
+                self._report_start(stream)
                 self._wakeups.add(stream)
         self._num_others = max(0, step.load.waiting + step.load.running - len(self._routes))
         self._num_others_uncomputed = max(0, step.load.uncomputed_tokens - self._num_uncomputed)
@@ -137,6 +137,15 @@ class Sequences:
         self._wakeups.start()
         self._routes.clear()
         self._look_ahead()
+
+    def _report_start(self, stream: EngineStream) -> None:
+        """Call a stream's on_start. What it raises ends that stream: the step has output of others."""
+        try:
+            stream.on_start()
+        except Exception as error:
+            stream.error = Internal("a stream's on_start failed")
+            stream.error.__cause__ = error
+            self._wakeups.add(stream)
 
     def _computed(self, stream: EngineStream) -> None:
         """Note that a stream's prompt needs no more computing."""

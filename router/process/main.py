@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model, hold
+from ...checkpoints import CheckpointError, PrintedProgress, Progress, find_model, hold, synthetic
 from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust, TrustError
 from ...runtime.followed import wait_until_read
@@ -110,7 +110,7 @@ def serve_on(handed: Handover) -> int:
 
 def _check_engine_is_installed(config: ServeConfig) -> None:
     """Raise ConfigError if this installation can run a router alone, and shall spawn an engine."""
-    if config.engine == SPAWN and find_spec("torch") is None:
+    if config.engine == SPAWN and config.model != synthetic.NAME and find_spec("torch") is None:
         raise ConfigError(
             "the engine is not installed: pip install 'pagoda-server[engine]', or name one that runs with --engine"
         )

@@ -34,6 +34,17 @@ pytestmark = pytest.mark.thorough
 SYNTHETIC = ("--model", "synthetic", "--step-ms", "2")
 SLOW = ("--model", "synthetic", "--step-ms", "20")
 T = TypeVar("T")
+WITHOUT_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+class WithoutTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "torch" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutTorch
+"""
 CHANNELS = pytest.mark.parametrize("transport", ["grpc", "shm"])
 
 
@@ -297,6 +308,21 @@ def test_an_engine_that_crashes_at_every_start_is_given_up_with_a_non_zero_exit(
     with running_server(*SYNTHETIC, ready=False) as server:
         assert server.process.wait(120) == 1
         assert "died 5 times before it was ready" in server.tail()
+
+
+def test_the_synthetic_model_is_served_where_torch_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
+        inference, _ = stubs(channel)
+        assert ask(inference, request("r", max_tokens=2)).finished()
+    failed = subprocess.run(
+        [sys.executable, "-m", "pagoda_server.cli", "serve", "--model", str(tmp_path)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "the engine is not installed" in failed.stderr
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])

@@ -709,6 +709,26 @@ def test_adapters_of_the_settings_that_cannot_be_served_end_the_start(arguments:
     assert (failed.returncode, why in failed.stderr) == (EXIT_CONFIG, True), failed.stderr
 
 
+async def test_an_adapter_that_a_restarted_engine_cannot_load_is_missed_alone(tmp_path: Path) -> None:
+    adapter(tmp_path / "one", "one")
+    with running_server(*MODEL, "--lora", f"sql={tmp_path}/one") as server:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            asked = Fleet(tmp_path, server, [], [], channel)
+            await asked.ask(model="sql")
+            (tmp_path / "one" / "adapter_config.json").write_text("{")
+            server.engine().kill()
+
+            async def is_served_again() -> bool:
+                with contextlib.suppress(grpc.RpcError):
+                    return bool(await asked.ask()) and bool((await asked.loras())["sql"].fault)
+                return False
+
+            await until(is_served_again)
+            with refused(grpc.StatusCode.UNAVAILABLE, "adapter"):
+                await asked.ask(model="sql")
+            assert "cannot load the adapter sql" in server.tail()
+
+
 async def test_a_server_is_ready_once_the_adapters_of_its_settings_are_loaded(tmp_path: Path) -> None:
     adapter(tmp_path / "one", "one")
     seen, address = f"unix:{tmp_path}/0.proxy", f"unix:{tmp_path}/0.sock"

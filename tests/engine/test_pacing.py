@@ -70,7 +70,7 @@ def test_a_prompt_that_is_alone_makes_no_step_as_long_as_a_hang() -> None:
         step_time=DearKeys(),
     )  # fmt: skip
     first, *times = step_times_beside(engine, 8192)
-    assert first > 50, "nothing was known yet"
+    assert first < 1.1 * 6.4, "64 tokens, as nothing was known yet"
     assert max(times) <= 1.1 * 15
     assert sum(times) / len(times) > 0.8 * 15, "and steps use what they may"
 

@@ -24,7 +24,7 @@ from pagoda_server.channel.shm import ShmServer
 from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.choosing import Asked
 from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
-from pagoda_server.router.errors import Unavailable
+from pagoda_server.router.errors import Internal, Unavailable
 
 HELLO = control_pb2.EngineInfo(
     vocab_size=1000, max_model_len=100_000, kv_cache=control_pb2.KvCacheInfo(token_capacity=100_000)
@@ -181,6 +181,29 @@ async def test_a_stream_hears_of_its_start_however_the_engine_tells_it() -> None
             assert starts == list(range(1, number + 1))
         for stream in streams:
             stream.close()
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_stream_whose_start_cannot_be_reported_ends_alone() -> None:
+    def fails() -> None:
+        raise ValueError("no place for it")
+
+    step = engine_pb2.StepOutput(
+        started=[1, 2], sequences=[2], tokens=[20],
+        ended=[engine_pb2.Ended(sequence=2, reason=engine_pb2.END_REASON_LENGTH)],
+    )  # fmt: skip
+    async with connected() as (channel, engine):
+        broken, other = channel.submit(submit(), fails), channel.submit(submit())
+        await engine.write(engine_pb2.EngineMessage(step=step))
+        await other.wait()
+        assert other.inboxes[0].tokens == [20]
+        assert other.inboxes[0].ended is not None
+        with pytest.raises(Internal) as caught:
+            await broken.wait()
+        assert isinstance(caught.value.__cause__, ValueError)
+        broken.close()
+        messages = [await engine.read() for _ in range(3)]  # behind both requests
+        assert messages[-1].abort.sequences == [1]
 
 
 async def test_requests_reach_an_engine_that_reads_late_in_their_order() -> None:

@@ -109,6 +109,21 @@ def schema_of(number: str, keyword: str = "const") -> str:
 
 
 @pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ('{"x-guidance": 5}', "/x-guidance"),
+        ('{"x-guidance": null}', "/x-guidance"),
+        ('{"items": {"x-guidance": {"whitespace_flexible": true}}}', "/items/x-guidance"),
+    ],
+)
+def test_a_style_that_would_be_left_out_is_refused_by_its_place(schema: str, place: str) -> None:
+    for format, grammar in (("json_schema", schema), ("ebnf_grammar", f"start: %json {schema}")):
+        with pytest.raises(GrammarError, match=f"has x-guidance at {place}: "):
+            grammar_of(format, grammar)
+    assert grammar_of("json_schema", '{"properties": {"x-guidance": {}}, "x-guidance": {"whitespace_flexible": true}}')
+
+
+@pytest.mark.parametrize(
     "number",
     ["9007199254740993", "12345678901234567890", "123456789.12345679", "-0.12345678901234567", "1e400", "1" * 4000],
 )
