@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .paged import PagedKV
@@ -41,6 +43,10 @@ def save_blocks(layers: Sequence[PagedKV], sources: Tensor, host: Tensor, target
     A block is contiguous in host memory, so that a GPU moves it in one transfer. This does not wait for the GPU: the
     copies are made in the order of its stream.
     """
+    if not sources.is_cuda:
+        for cached, rows in _pairs(layers, host):
+            rows[list(targets)] = cached[sources.numpy()]
+        return
     pages_of = list(_flat(layers))
     for start in range(0, len(targets), _AT_ONCE):
         at_once = sources[start : start + _AT_ONCE]
@@ -54,6 +60,10 @@ def load_blocks(layers: Sequence[PagedKV], host: Tensor, sources: Sequence[int],
 
     targets  [num_copies] int64, on the device of the pages, distinct
     """
+    if not targets.is_cuda:
+        for cached, rows in _pairs(layers, host):
+            cached[targets.numpy()] = rows[list(sources)]
+        return
     pages_of = list(_flat(layers))
     widths = [_bytes_of_row(pages) for pages in pages_of]
     room = torch.empty(_AT_ONCE, host.shape[1], dtype=torch.uint8, device=targets.device)
@@ -64,6 +74,19 @@ def load_blocks(layers: Sequence[PagedKV], host: Tensor, sources: Sequence[int],
             row.copy_(host[source], non_blocking=True)
         for pages, part in zip(pages_of, gathered.split(widths, dim=1), strict=True):
             pages.index_copy_(0, at_once, part.contiguous().view(pages.dtype))
+
+
+def _pairs(layers: Sequence[PagedKV], host: Tensor) -> Iterator[tuple[NDArray[np.void], NDArray[np.void]]]:
+    """Yield each layer's pages on a CPU, and the part of each host block that holds them: one element for each block.
+
+    NumPy copies such an element whole, in a third of the time that torch takes for the numbers in it.
+    """
+    rows, start = host.numpy(), 0
+    for pages in _flat(layers):
+        width = _bytes_of_row(pages)
+        dtype = np.dtype((np.void, width))
+        yield pages.view(torch.uint8).numpy().view(dtype)[:, 0], rows[:, start : start + width].view(dtype)[:, 0]
+        start += width
 
 
 def _flat(layers: Sequence[PagedKV]) -> Iterator[Tensor]:

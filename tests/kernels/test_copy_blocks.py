@@ -32,7 +32,7 @@ def test_what_was_saved_is_loaded_into_every_layer_and_nothing_else_changes(dtyp
         scales = torch.rand(2, 50, 4, 2, device=DEVICE) if dtype.itemsize == 1 else (None, None)
         layers.append(PagedKV(keys, values, *scales))
     host = torch.full((60, bytes_of_block(layers)), 7, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
-    sources, rows = torch.randperm(50)[:count], torch.randperm(60)[:count].tolist()
+    sources, rows = torch.randperm(50)[:count], tuple(torch.randperm(60)[:count].tolist())
     targets = torch.randperm(50)[:count]
     saved = [[page.float()[sources].clone() for page in pages_of(kv)] for kv in layers]
 
