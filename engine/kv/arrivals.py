@@ -2,7 +2,7 @@
 
 A sequence that comes may find blocks elsewhere behind those in memory. It then waits while threads read them into host
 blocks, and starts like any other: what has arrived is cached in host memory (host_cache.py). It waits no longer than
-about the time that computing would take. Blocks that are damaged, gone or late are computed.
+about the time in which it would be computed, beside what else is. Blocks that are damaged, gone or late are computed.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ class Arrivals:
             reads.expected.update(self._read(source, missing))
         if not reads.expected:
             return False
-        now, computed_s = self._clock(), self._costs.chunk_s(prefix.num_tokens, end * size)
-        until = min(now + min(max(computed_s, _LEAST_WAIT_S), _MOST_WAIT_S), seq.request.deadline - 2 * computed_s)
+        now, computed_s = self._clock(), self._computed_s(prefix.num_tokens, end * size)
+        wait_s = min(max(computed_s, _LEAST_WAIT_S), _MOST_WAIT_S) if computed_s else _MOST_WAIT_S
+        until = min(now + wait_s, seq.request.deadline - 2 * computed_s)
         if until <= now:
             return False  # if the source hangs, it could not be computed in time any more
         self._waiting[seq.id] = _Waiting(seq, reads.expected, until)
@@ -174,8 +175,12 @@ class Arrivals:
         """Say whether to read and load blocks rather than compute tokens `start` to `end`."""
         if end <= start or not self._costs.is_worth_loading(reads.num_loads, start, end):
             return False
-        computed_s = self._costs.chunk_s(start, end)
+        computed_s = self._computed_s(start, end)
         return all(self._source(name).pays(len(each), computed_s) for name, each in reads.missing.items())
+
+    def _computed_s(self, start: int, end: int) -> float:
+        """Estimate in how many seconds these tokens would be computed; 0 if an engine has computed no prompt yet."""
+        return max(self._costs.chunk_s(start, end), self._costs.likely_s(end - start))
 
     def _source(self, name: str) -> _Source:
         return self.file if name == _FILE else self.peer

@@ -1,7 +1,7 @@
 """Cached blocks that other engines ask for, copied out of the prefix cache on the loop's thread.
 
 A block on the device is saved to a host block with the next plan, half a millisecond of copies a step or a twentieth of
-a longer one, but 4 MB at least; an engine with nothing to compute saves at once. What host memory has cached is held
+a longer one, but 8 MB at least; an engine with nothing to compute saves at once. What host memory has cached is held
 until that plan is committed, because an earlier plan may still be writing it. Then the content is copied, and both are
 given back: nothing stays held while a network takes its time.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger("pagoda.engine")
 _COPY_BUDGET_S, _COPY_PART = 0.0005, 0.05  # of a step, and the part of a long one, for copies that others ask for
 # A step copies so much at least, whatever it takes: copying has a cost that does not depend on the number of blocks, so
 # that few of them look slow, and would stay few.
-_LEAST_BYTES = 4 << 20
+_LEAST_BYTES = 8 << 20
 _MOST_COPIES = 256  # blocks a step
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import islice
+from typing import Any, TypeAlias
 
 import grpc
 
 from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 
-AT_ONCE = 4  # calls; each has PART_BYTES in memory
+AT_ONCE = 4  # calls; each has so many parts in memory as are asked for, and the one that it sends
 PART_BYTES = 4 << 20  # of blocks that are copied out of the cache at a time
+# Parts that a call asks the loop for at once. With one, the next would be asked for when the loop has just planned a
+# step without it, and each would take two steps.
+PARTS_ASKED = 2
 ADDRESS_BYTES = 32
 MOST_S = 5.0  # of a call: one that takes longer holds a place that others want
 
+Lend: TypeAlias = Callable[[list[bytes]], Coroutine[Any, Any, list[bytes]]]
 Context: TypeAlias = grpc.aio.ServicerContext[engine_pb2.FetchRequest, engine_pb2.FetchedBlock]
 
 
@@ -39,9 +46,7 @@ class BlockLender(engine_pb2_grpc.BlocksServicer):
     is_trusted  whether a call has what the channel asks for
     """
 
-    def __init__(
-        self, lend: Callable[[list[bytes]], Awaitable[list[bytes]]], lent: Lent, is_trusted: Callable[[Context], bool]
-    ) -> None:
+    def __init__(self, lend: Lend, lent: Lent, is_trusted: Callable[[Context], bool]) -> None:
         self._lend = lend
         self._lent = lent
         self._is_trusted = is_trusted
@@ -63,16 +68,25 @@ class BlockLender(engine_pb2_grpc.BlocksServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{AT_ONCE} engines fetch blocks already")
         self._num_calls += 1
         try:
-            async for block in self._blocks(list(request.addresses), context):
+            async for block in self._blocks(list(request.addresses)):
                 yield block
         finally:
             self._num_calls -= 1
 
-    async def _blocks(self, addresses: list[bytes], context: Context) -> AsyncIterator[engine_pb2.FetchedBlock]:
-        for start in range(0, len(addresses), self._at_a_time):
-            part = addresses[start : start + self._at_a_time]
-            contents = await self._lend(part)
-            for content in contents:
-                yield engine_pb2.FetchedBlock(content=content, crc32=zlib.crc32(content))
-            if len(contents) < len(part):
-                return
+    async def _blocks(self, addresses: list[bytes]) -> AsyncIterator[engine_pb2.FetchedBlock]:
+        size = self._at_a_time
+        parts = (addresses[start : start + size] for start in range(0, len(addresses), size))
+        calls = ((len(part), asyncio.ensure_future(self._lend(part))) for part in parts)
+        asked = deque(islice(calls, PARTS_ASKED))
+        try:
+            while asked:
+                count, coming = asked.popleft()
+                contents = await coming
+                asked.extend(islice(calls, 1))
+                for content in contents:
+                    yield engine_pb2.FetchedBlock(content=content, crc32=zlib.crc32(content))
+                if len(contents) < count:
+                    return
+        finally:
+            for _, coming in asked:
+                coming.cancel()

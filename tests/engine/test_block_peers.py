@@ -17,8 +17,8 @@ import pytest
 
 from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 from pagoda_server.engine.kv.block_store import Done
-from pagoda_server.engine.serving import block_peers
-from pagoda_server.engine.serving.block_lender import AT_ONCE, BlockLender, Lent
+from pagoda_server.engine.serving import block_lender, block_peers
+from pagoda_server.engine.serving.block_lender import AT_ONCE, PARTS_ASKED, BlockLender, Lent
 from pagoda_server.engine.serving.block_peers import BlockPeers
 from pagoda_server.runtime.channel_trust import ChannelTrust
 from pagoda_server.settings import EngineConfig
@@ -189,7 +189,8 @@ class Engine:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[Engine, Any]]:
+async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Engine, Any]]:
+    monkeypatch.setattr(block_lender, "PART_BYTES", 2 * SIZE)
     engine, server = Engine(), grpc.aio.server()
     trusted = BlockLender(engine.lend, LENT, lambda context: dict(context.invocation_metadata()).get("token") == "t")
     engine_pb2_grpc.add_BlocksServicer_to_server(trusted, server)
@@ -213,6 +214,25 @@ async def test_blocks_are_lent_up_to_the_first_one_that_is_not_cached(served: tu
     got = [each async for each in stub.Fetch(asked([address_of(at) for at in (3, 4, 5, 11, 6)]), metadata=TRUSTED)]
     assert [each.content for each in got] == [content_of(address_of(at)) for at in (3, 4, 5)]
     assert all(zlib.crc32(each.content) == each.crc32 for each in got)
+
+
+async def test_the_loop_gets_a_few_parts_to_copy_at_once_and_more_as_they_are_sent(served: tuple[Engine, Any]) -> None:
+    engine, stub = served
+    engine.gate.clear()
+    call = stub.Fetch(asked([address_of(at) for at in range(10)]), metadata=TRUSTED)
+    got = asyncio.ensure_future(_all(call))
+    async with asyncio.timeout(30):
+        while engine.num_waiting < PARTS_ASKED:  # noqa: ASYNC110 (the server's calls make it happen)
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    assert engine.num_waiting == PARTS_ASKED
+    engine.gate.set()
+    assert await got == [content_of(address_of(at)) for at in range(10)]
+    assert engine.parts == [2] * 5
+
+
+async def _all(call: Any) -> list[bytes]:
+    return [each.content async for each in call]
 
 
 @pytest.mark.parametrize(

@@ -242,3 +242,25 @@ def test_a_fetch_that_has_proved_slow_is_not_repeated_for_a_prompt_that_is_compu
     source.peer.note(5.0)
     assert served(here, 0, lender=THERE).account.cached_tokens == 0
     assert lent(there) == 0
+
+
+def test_a_slow_fetch_is_worth_it_where_computing_beside_decodes_takes_longer() -> None:
+    there = small(num_blocks=60)
+    served(there, 0)
+    here = pair(there, num_blocks=60)
+    for seed in range(4, 8):
+        served(here, seed)
+    source = here.scheduler.host.arrivals
+    assert source is not None
+    source.peer.note(5.0)
+    with patch.object(here.scheduler.costs, "likely_s", return_value=60.0):
+        assert served(here, 0, lender=THERE).account.cached_tokens == 32
+
+
+def test_an_engine_that_has_computed_no_prompt_waits_as_long_as_any_does() -> None:
+    there = small()
+    served(there, 0)
+    here = pair(there)
+    peers(here).is_stuck = True
+    here.add(prompt(LONG, 0), 3, lender=THERE)
+    assert here.scheduler.next_deadline == here.now + 2.0
