@@ -17,6 +17,8 @@ from .resuming import Progress, continuing
 
 OUTCOMES = ("moved", "stayed")
 MOST_AT_ONCE = 2  # streams for which blocks are fetched: more would make each of them wait longer
+MOST_ROUNDS = 4  # of copies
+FEW = 8  # tokens that a sequence may be ahead of what its next engine has computed of it, when it goes there
 MOST_S = 60.0  # until an engine has the blocks of a sequence; then the stream stays where it is
 _IS_COMPUTED = (engine_pb2.END_REASON_STOP, engine_pb2.END_REASON_LENGTH)
 
@@ -38,8 +40,9 @@ class Migration:
     """A stream's way from one engine to another, on which it hardly pauses (live migration; Clark et al., 2005).
 
     Once its engine is going to end, another one gets the sequences as they are then, for one token more that nobody
-    reads. It fetches their blocks, or what it can of them, while the stream runs on. After that `target` is set. What
-    the stream has become meanwhile is submitted there, and finds its blocks in the prefix cache.
+    reads. It fetches their blocks, or what it can of them, while the stream runs on. That is done again, and is faster
+    each time, until the stream is only FEW tokens ahead. After that `target` is set. What the stream has become
+    meanwhile is submitted there, and finds its blocks in the prefix cache.
 
     source    where the stream is
     submit    the request as its first engine got it
@@ -92,10 +95,18 @@ class Migration:
         target = self._engines.pick(avoid=(self._source,), like=self._source.info, has_begun=True)
         if target.block_layout != self._source.block_layout:
             return None
-        for index in range(len(self._progress())):
-            if not await self._rehearse(index, target):
-                return None
+        for _ in range(MOST_ROUNDS):
+            before = self._num_tokens
+            for index in range(len(self._progress())):
+                if not await self._rehearse(index, target):
+                    return None
+            if self._num_tokens - before <= FEW * self._submit.sampling.n:
+                break
         return target
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(ids) for ids in self._progress() if ids is not None)
 
     async def _rehearse(self, index: int, target: EngineChannel) -> bool:
         """Have the target compute one sequence as far as it exists; return whether it has done so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,7 @@ class Engine(test_failover.Engine):
     ends: int | None = engine_pb2.END_REASON_LENGTH
     is_lost: bool = False
     asked: list[tuple[engine_pb2.Submit, Asked, Stream]] = field(default_factory=list)
+    meanwhile: Callable[[], None] = lambda: None  # called while a rehearsal is computed
 
     @property
     def is_draining(self) -> bool:
@@ -54,6 +56,7 @@ class Engine(test_failover.Engine):
     def submit(self, submit: engine_pb2.Submit, asked: Asked) -> Stream:
         stream = Stream(self.ends, is_lost=self.is_lost)
         self.asked.append((submit, asked, stream))
+        self.meanwhile()
         return stream
 
 
@@ -83,6 +86,16 @@ async def test_another_engine_computes_each_unfinished_sequence_as_it_is_before_
     assert asked.lender == (source.address, 5)
     assert stream.is_closed
     assert migrations.outcomes == {"moved": 1, "stayed": 0}
+
+
+@pytest.mark.parametrize(("grows", "num_rounds"), [([40, 17, 16, 5], 3), ([30, 30, 30, 30, 30], migration.MOST_ROUNDS)])
+async def test_a_stream_is_copied_again_until_it_is_a_few_tokens_ahead(grows: list[int], num_rounds: int) -> None:
+    ids, rest = array("I", [4]), iter(grows)
+    target = Engine(meanwhile=lambda: ids.extend([6] * next(rest)))
+    found, _ = await due(Engine(says_goodbye=True), target, progress=[ids, None])
+    assert found is target
+    lengths = [len(submit.outputs[0].ids) for submit, _, _ in target.asked]
+    assert lengths == [1 + sum(grows[:at]) for at in range(num_rounds)], "each round has what has come since"
 
 
 async def test_a_sequence_keeps_its_own_seed() -> None:
