@@ -94,14 +94,12 @@ class Step:
 class Timeline:
     """One engine's trace. Tracks are in the order of their sequences' first spans.
 
-    origin_s  the engine's time of the first step, at which all other times here are 0
-    taken_s   when the trace was taken
-    still     live sequences without a span: no step has ended since they came
+    taken_s  when the trace was taken; the first step is at 0
+    still    live sequences without a span: no step has ended since they came
     """
 
     engine: int
     name: str
-    origin_s: float
     taken_s: float
     token_budget: int
     blocks_total: int
@@ -143,7 +141,6 @@ class _Reader:
         return Timeline(
             engine=self._first.engine,
             name=self._first.name,
-            origin_s=self._origin,
             taken_s=self._first.taken_at_s - self._origin,
             token_budget=self._first.token_budget,
             blocks_total=self._first.blocks_total,
