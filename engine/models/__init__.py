@@ -1,4 +1,4 @@
-"""The models that can be served. A family is a function in families.py and a row of FAMILIES there.
+"""The models that can be served. A family is a row in families.py, and a function that reads its config.json.
 
 The layers of a dense decoder are described by data (`ModelConfig`), and what can be folded into weights is folded when
 they are loaded: the order of rotated dimensions, the scale of scores, of what is added to the stream, and of logits. To
@@ -39,7 +39,8 @@ from ...checkpoints.parsed_once import forget_headers
 from ...checkpoints.progress import Progress, no_progress
 from ...kernels import INT4, Backend
 from ..core.errors import ConfigError
-from .config import ConfigFile, ModelConfig
+from .config import ModelConfig
+from .config_file import ConfigFile
 from .decoder import Decoder, Embedded, GroupInputs, StepInputs, attention_share
 from .families import FAMILIES, Family
 from .inert_tensors import is_inert

@@ -9,7 +9,7 @@ import torch
 from pagoda_server.checkpoints.folder import CheckpointError, check_folder
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import ModelConfig, read_config
-from pagoda_server.engine.models.config import MAX_SIZE, MAX_SIZES
+from pagoda_server.engine.models.config_file import MAX_SIZE, MAX_SIZES
 from pagoda_server.engine.models.rope import Rope
 from pagoda_server.router.errors import ConfigError as RouterConfigError
 from pagoda_server.router.request.models import LONGEST_CONTEXT, longest_context
