@@ -34,7 +34,7 @@ MAX_NUMBER = 10**9  # in adapter_config.json, or its negative
 MAX_NAMED = 3  # modules in an error
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
+STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # dtypes of AdapterMatrix
 
 # Fields of adapter_config.json that change nothing here: how the adapter was trained.
 _INERT = frozenset(
@@ -80,17 +80,42 @@ class AdapterLimits:
         return 65_536 + 2 * len(self.modules) * MOST_HEADER_BYTES_A_TENSOR
 
 
+class AdapterMatrix:
+    """One of the two matrices of a module, as its file stores it.
+
+    stored    [rows, columns] float32, float16, or uint16: the bits of bfloat16
+    greatest  the greatest absolute value; infinite or NaN if a value is
+    """
+
+    __slots__ = ("greatest", "stored")
+
+    def __init__(self, stored: NDArray[Any]) -> None:
+        self.stored = stored
+        # The bits of positive floats are in the order of their values, so that integers find the greatest in one pass.
+        width = stored.dtype.itemsize
+        bits = max(stored.view(f"i{width}").max(), int(stored.view(f"u{width}").max()) & (1 << 8 * width - 1) - 1)
+        self.greatest = float(_widened(np.array([bits], f"u{width}").view(stored.dtype))[0])
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        return _widened(self.stored)
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
     """What is added to the weight of one module: scale · up · down.
 
-    down  [rank, in] float32
-    up    [out, rank] float32
+    down  [rank, in]
+    up    [out, rank]
     """
 
-    down: NDArray[np.float32]
-    up: NDArray[np.float32]
+    down: AdapterMatrix
+    up: AdapterMatrix
     scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.down.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +131,7 @@ class AdapterFile:
     @property
     def rank(self) -> int:
         """The largest."""
-        return max(len(pair.down) for pair in self.pairs.values())
+        return max(pair.rank for pair in self.pairs.values())
 
 
 def read_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
@@ -117,10 +142,10 @@ def read_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
     config_bytes = read_whole(path / CONFIG, MAX_CONFIG_BYTES)
     config = AdapterConfig(config_bytes, limits.max_rank)
     content = read_whole(path / TENSORS, limits.most_bytes)
-    halves: dict[str, dict[str, NDArray[np.float32]]] = {}
+    halves: dict[str, dict[str, NDArray[Any]]] = {}
     for entry in _entries(content, limits):
         module, half = _place(entry.name)
-        halves.setdefault(module, {})[half] = _values(content, entry)
+        halves.setdefault(module, {})[half] = _stored(content, entry)
     pairs: dict[str, AdapterPair] = {}
     for module, found in halves.items():
         if len(found) < 2:
@@ -139,7 +164,7 @@ def not_empty(pairs: dict[str, AdapterPair]) -> dict[str, AdapterPair]:
     return pairs
 
 
-def identity_of(*contents: bytes) -> bytes:
+def identity_of(*contents: bytes | bytearray) -> bytes:
     """The SHA-256 of files, each behind its length, so that no two lists of files have the same."""
     digest = sha256(b"adapter")
     for content in contents:
@@ -148,9 +173,7 @@ def identity_of(*contents: bytes) -> bytes:
     return digest.digest()
 
 
-def checked(
-    module: str, down: NDArray[np.float32], up: NDArray[np.float32], scale: float, limits: AdapterLimits
-) -> AdapterPair:
+def checked(module: str, down: NDArray[Any], up: NDArray[Any], scale: float, limits: AdapterLimits) -> AdapterPair:
     """The pair of a module. Raises CheckpointError unless it fits the model, and all values are finite."""
     if module not in limits.modules:
         known = ", ".join(sorted({each.rpartition(".")[2] for each in limits.modules}))
@@ -162,21 +185,17 @@ def checked(
     if down.shape != (rank, in_size) or up.shape != (out_size, rank):
         found, wanted = [list(down.shape), list(up.shape)], [[rank, in_size], [out_size, rank]]
         raise CheckpointError(f"{quoted(module)} has tensors of shapes {found}, but the model needs {wanted}")
-    if not (fits(down, FLOAT32_MAX) and fits(up, FLOAT32_MAX / max(1.0, abs(scale)))):
+    pair = AdapterPair(AdapterMatrix(down), AdapterMatrix(up), scale)
+    if not (pair.down.greatest <= FLOAT32_MAX and pair.up.greatest <= FLOAT32_MAX / max(1.0, abs(scale))):
         raise CheckpointError(f"{quoted(module)} has values that are not finite")
-    return AdapterPair(down, up, scale)
+    return pair
 
 
-def fits(values: NDArray[np.float32], most: float) -> bool:
-    """Whether all values are numbers of at most this absolute value."""
-    flat = values.reshape(-1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.dot(flat, flat)  # in a fraction of the time: enough for all but extreme values
-    return bool(squares <= min(most, 1e18) ** 2 or (np.abs(flat) <= most).all())
+def read_whole(path: Path, most_bytes: int) -> bytearray:
+    """The content of a regular file. Raises AdapterNotFound, or CheckpointError for one that is too large.
 
-
-def read_whole(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file. Raises AdapterNotFound, or CheckpointError for one that is too large."""
+    It can be written to, because torch warns about memory that cannot.
+    """
     try:
         # Without O_NONBLOCK the opening of a pipe would wait for its other end.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -185,7 +204,9 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
                 raise CheckpointError(f"{path.name} is not a file")
             if status.st_size > most_bytes:
                 raise CheckpointError(f"{path.name} has {status.st_size} bytes; an adapter may have {most_bytes} here")
-            return file.read(status.st_size)
+            content = bytearray(status.st_size)
+            del content[file.readinto(content) :]
+            return content
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFound(_missing(path)) from None
     except ValueError:  # a path with a zero byte
@@ -207,7 +228,7 @@ class AdapterConfig:
     rank      of modules that no pattern names
     """
 
-    def __init__(self, content: bytes, max_rank: int) -> None:
+    def __init__(self, content: bytes | bytearray, max_rank: int) -> None:
         try:
             fields = json.loads(content)
         except (ValueError, RecursionError):
@@ -348,7 +369,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(quoted, names[:MAX_NAMED])) + more
 
 
-def _entries(content: bytes, limits: AdapterLimits) -> list[TensorEntry]:
+def _entries(content: bytearray, limits: AdapterLimits) -> list[TensorEntry]:
     """The header of a safetensors file in memory, which is not parsed if it is too long for any adapter."""
     header_bytes = int.from_bytes(content[:LENGTH_BYTES], "little")
     if header_bytes > limits.most_header_bytes:
@@ -357,7 +378,7 @@ def _entries(content: bytes, limits: AdapterLimits) -> list[TensorEntry]:
     try:
         if not 0 < header_bytes <= len(content) - LENGTH_BYTES:
             raise ValueError(f"its header has {header_bytes} bytes, the file {len(content)}")
-        entries = parse_header(content[LENGTH_BYTES : LENGTH_BYTES + header_bytes], len(content))
+        entries = parse_header(bytes(content[LENGTH_BYTES : LENGTH_BYTES + header_bytes]), len(content))
     except ValueError as error:
         raise CheckpointError(f"{TENSORS} is truncated or corrupt: {quoted(error)}") from None
     if len(entries) > 2 * len(limits.modules):
@@ -377,19 +398,15 @@ def _place(name: str) -> tuple[str, str]:
     raise CheckpointError(f"tensor {quoted(name)} is not supported: adapters have {_DOWN[1:]} and {_UP[1:]} alone")
 
 
-def _values(content: bytes, entry: TensorEntry) -> NDArray[np.float32]:
-    if entry.dtype not in _WIDTHS or len(entry.shape) != 2:
-        wanted = f"a matrix in {', '.join(_WIDTHS)} is needed"
+def _stored(content: bytearray, entry: TensorEntry) -> NDArray[Any]:
+    if entry.dtype not in STORED or len(entry.shape) != 2:
+        wanted = f"a matrix in {', '.join(STORED)} is needed"
         raise CheckpointError(
             f"tensor {quoted(entry.name)} has shape {list(entry.shape)} in {quoted(entry.dtype)}; {wanted}"
         )
-    return widened_values(content, entry.dtype, entry.start, entry.shape)
+    stored = np.frombuffer(content, STORED[entry.dtype], math.prod(entry.shape), entry.start).reshape(entry.shape)
+    return stored if stored.flags.aligned else stored.copy()
 
 
-def widened_values(content: bytes, encoding: str, start: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """A tensor in F32, F16 or BF16 that begins at a byte of a file, in float32."""
-    count = math.prod(shape)
-    if encoding == "BF16":
-        return widened(np.frombuffer(content, "<u2", count, start)).reshape(shape)
-    values = np.frombuffer(content, "<f4" if encoding == "F32" else "<f2", count, start)
-    return values.astype(np.float32).reshape(shape)
+def _widened(stored: NDArray[Any]) -> NDArray[np.float32]:
+    return widened(stored) if stored.dtype == np.uint16 else stored.astype(np.float32)

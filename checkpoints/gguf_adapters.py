@@ -5,19 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .adapters import AdapterFile, AdapterLimits, AdapterPair, checked, identity_of, not_empty, read_whole
+from .adapters import (
+    STORED,
+    AdapterFile,
+    AdapterLimits,
+    AdapterMatrix,
+    AdapterPair,
+    checked,
+    identity_of,
+    not_empty,
+    read_whole,
+)
 from .folder import CheckpointError, quoted
 from .gguf_families import FAMILIES, Family
 from .gguf_file import GgufFile, GgufTensor
 from .mapped_file import HeldFile
-from .stored import widened
 
 _TENSOR = re.compile(r"blk\.(\d{1,4})\.([a-z_]{1,64})\.weight\.(lora_[ab])")
-_WHOLE = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def read_gguf_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
@@ -28,10 +37,10 @@ def read_gguf_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
     content = read_whole(path, limits.most_bytes)
     file = GgufFile(path, HeldFile(content), most_tensors=2 * len(limits.modules))
     family, alpha = _described(file)
-    halves: dict[tuple[str, str], dict[str, NDArray[np.float32]]] = {}
+    halves: dict[tuple[str, str], dict[str, NDArray[Any]]] = {}
     for tensor in file.tensors.values():
         module, stem, half = _place(tensor, family)
-        halves.setdefault((module, stem), {})[half] = _values(tensor)
+        halves.setdefault((module, stem), {})[half] = _stored(tensor)
     pairs: dict[str, AdapterPair] = {}
     for (module, stem), found in halves.items():
         if len(found) < 2:
@@ -39,7 +48,7 @@ def read_gguf_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
         down, up = found["lora_a"], found["lora_b"]
         pair = checked(module, down, up, alpha / len(down) if alpha else 1.0, limits)
         order = _row_order(stem, len(up), limits.head_dim, family)
-        pairs[module] = pair if order is None else AdapterPair(down, up[order], pair.scale)
+        pairs[module] = pair if order is None else AdapterPair(pair.down, AdapterMatrix(up[order]), pair.scale)
     return AdapterFile(identity_of(content), not_empty(pairs))
 
 
@@ -65,12 +74,11 @@ def _place(tensor: GgufTensor, family: Family) -> tuple[str, str, str]:
     return f"{family.names.layers}.{int(match[1])}.{names[match[2]]}", match[2], match[3]
 
 
-def _values(tensor: GgufTensor) -> NDArray[np.float32]:
-    if tensor.kind not in _WHOLE or len(tensor.shape) != 2:
-        wanted = f"a matrix in {', '.join(_WHOLE)} is needed"
+def _stored(tensor: GgufTensor) -> NDArray[Any]:
+    if tensor.kind not in STORED or len(tensor.shape) != 2:
+        wanted = f"a matrix in {', '.join(STORED)} is needed"
         raise CheckpointError(f"tensor {quoted(tensor.name)} has {list(tensor.shape)} in {tensor.kind}; {wanted}")
-    values = np.ascontiguousarray(tensor.data).view(_WHOLE[tensor.kind]).reshape(tensor.shape)
-    return widened(values) if tensor.kind == "BF16" else values.astype(np.float32)
+    return np.ascontiguousarray(tensor.data).view(STORED[tensor.kind]).reshape(tensor.shape)
 
 
 def _row_order(stem: str, rows: int, head_dim: int, family: Family) -> NDArray[np.intp] | None:

@@ -117,7 +117,7 @@ class GgufFile:
                 _check_magic(path, file.read(4))
             held = MappedFile(path)
         else:
-            _check_magic(path, held.memory[:4])
+            _check_magic(path, bytes(held.memory[:4]))
         self.mapped = held
         self._memory = self.mapped.memory
         self._position, self._num_texts = 4, 0
@@ -233,7 +233,7 @@ class GgufFile:
             raise ValueError(f"a name has {size} bytes, at most {most} are allowed")
         self._needs(size)
         self._position += size
-        return self._memory[self._position - size : self._position]
+        return bytes(self._memory[self._position - size : self._position])
 
     def _field(self) -> tuple[str, Any]:
         key, kind = self._bytes(MAX_NAME_BYTES).decode(), self._scalar(_U32)

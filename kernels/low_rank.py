@@ -43,7 +43,7 @@ class LowRank:
         assert 0 < len(parts) <= MAX_PARTS
         down = torch.cat([part.down for part in parts])
         self._in_size, self.dtype, self.ranks = down.shape[1], down.dtype, len(down)
-        self._down = functional.pad(down, (0, -down.shape[1] % PADDING)).contiguous()
+        self._down = _padded(down).contiguous()
         self._columns = [(part.column, part.up.shape[1]) for part in parts]
         self._ups = [_in_panels(part.up) for part in parts]
 
@@ -71,8 +71,14 @@ class LowRank:
 
 def _in_panels(up: Tensor) -> Tensor:
     """[rank, size] as [panels, rank, PADDING]."""
-    padded = functional.pad(up.T, (0, 0, 0, -up.shape[1] % PADDING))
-    return padded.reshape(-1, PADDING, len(up)).transpose(1, 2).contiguous()
+    padded = _padded(up)
+    return padded.view(len(up), -1, PADDING).transpose(0, 1).contiguous()
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """The same rows, with zeros behind them. torch would copy those that need none."""
+    missing = -rows.shape[1] % PADDING
+    return functional.pad(rows, (0, missing)) if missing else rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...checkpoints import CheckpointError
-from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterPair, fits, read_adapter
+from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterMatrix, AdapterPair, read_adapter
 from ...checkpoints.gguf_adapters import read_gguf_adapter
 from ...kernels import PLAIN, BankShape, LowRankBank, LowRankPart, Packed, Use
 from ..core.adapter import Adapter
@@ -123,22 +124,32 @@ def _parts(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Ite
     for rows in product.rows:
         pair = file.pairs.get(rows.name)
         if pair is not None:
-            down, up = _down(pair, rows), _up(pair, rows)
-            if not all(fits(each.numpy(), torch.finfo(dtype).max) for each in (down, up)):
+            factor = rows.factor_of(slice(0, rows.size))
+            most_factor = float(factor.abs().max()) if isinstance(factor, Tensor) else abs(factor)
+            greatest = max(pair.down.greatest, pair.up.greatest * abs(pair.scale) * most_factor)
+            if greatest > torch.finfo(dtype).max:
                 raise CheckpointError(f"{rows.name} has values beyond those of {dtype}, in which the model computes")
-            yield LowRankPart(column, down.to(dtype), up.to(dtype))
+            yield LowRankPart(column, _down(pair, rows, dtype), _up(pair, rows, factor, dtype))
         column += rows.size
 
 
-def _down(pair: AdapterPair, rows: Rows) -> Tensor:
-    """[rank, in] float32. A rank of a group has some inputs of a product, whose parts are summed over ranks."""
-    down = torch.from_numpy(pair.down)
-    return down if rows.columns is None else down[:, rows.columns.start : rows.columns.stop]
+def _down(pair: AdapterPair, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """[rank, in]. A rank of a group has some inputs of a product, whose parts are summed over ranks."""
+    down = _tensor(pair.down)
+    return (down if rows.columns is None else down[:, rows.columns.start : rows.columns.stop]).to(dtype)
 
 
-def _up(pair: AdapterPair, rows: Rows) -> Tensor:
-    """[rank, size] float32, with the adapter's scale, and arranged and multiplied as the product's rows are."""
-    up = torch.from_numpy(pair.up)
+def _up(pair: AdapterPair, rows: Rows, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """[rank, size], with the adapter's scale, and arranged and multiplied as the product's rows are."""
+    up = _tensor(pair.up)
     up = up if rows.order is None else up[rows.order]
-    factor = rows.factor_of(slice(0, rows.size))
-    return (up * (factor[:, None] * pair.scale if isinstance(factor, Tensor) else factor * pair.scale)).T
+    up = up if up.dtype == dtype else up.float()
+    # A product with a number is computed in float32, and rounded once.
+    return (up * (factor[:, None] * pair.scale if isinstance(factor, Tensor) else factor * pair.scale)).to(dtype).T
+
+
+def _tensor(matrix: AdapterMatrix) -> Tensor:
+    """Its values, not copied."""
+    if matrix.stored.dtype == np.uint16:
+        return torch.from_numpy(matrix.stored.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(matrix.stored)
