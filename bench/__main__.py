@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,7 +126,6 @@ def promises_command(
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run
     try:
         app()
     except (BenchError, CheckpointError, ConfigError) as error:

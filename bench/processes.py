@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,8 +22,10 @@ def spawned(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a process inside a `with` block: standard output on a pipe, standard error in `log`. End its children too.
 
-    It has a session of its own, so a terminal's Ctrl-C reaches only us, and we end it here.
+    It has a session of its own, so a terminal's Ctrl-C reaches only us, and we end it here: after SIGTERM to us, too.
     """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command,
