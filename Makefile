@@ -40,7 +40,7 @@ GPU_TESTS := tests/kernels/triton tests/engine/test_device_runner.py \
 help:                     ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
-.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-models wheels test-wheels test-images lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
+.PHONY: help demo serve test check test-thorough test-simulated test-native test-sanitizers fuzz test-arm test-gpu test-all test-nightly test-chaos test-counterparts page-pictures real-models test-models locks wheels test-wheels test-images lint format protos protos-image settings bench compile-gate bench-gpu rehearse-gpu gpu-wheels bench-peers clean
 
 demo: $(SERVE)            ## stream eight prompts at once from a real server
 	@$(BIN)/python -m pagoda_server.cli.demo
@@ -110,6 +110,21 @@ real-models: $(DEV)       ## fetch a second real model and tokenizers, half a gi
 test-models: $(DEV)      ## test two real models against transformers; `make real-models` fetches them
 	@$(PYTEST) -m "$(HERE)" tests/end_to_end/test_real_models.py tests/end_to_end/test_guided_real_models.py \
 		tests/checkpoints/test_real_tokenizers.py $(ARGS)
+
+# The packages that torch needs are the same everywhere but for CUDA's, which its builds for macOS do not name.
+LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --no-header --python-version 3.11 \
+	--python-platform aarch64-apple-darwin $(foreach name,pagoda-client torch hf-xet,--no-emit-package $(name)) \
+	--extra tracing --extra certs pyproject.toml
+
+locks: $(DEV)             ## write deploy/locks, the versions and hashes of what images hold, from what the index has now
+	@$(BIN)/python -m pip install --quiet --group locks
+	@mkdir -p build/locks && rm -f build/locks/*
+	@$(LOCK) --output-file build/locks/base.txt
+	@$(LOCK) --output-file build/locks/engine.txt --extra engine --constraint build/locks/base.txt
+	@$(LOCK) --output-file build/locks/ray.txt --extra engine --extra ray --constraint build/locks/engine.txt
+	@cp build/locks/base.txt deploy/locks/base.txt
+	@grep --invert-match --line-regexp --fixed-strings --file build/locks/base.txt build/locks/engine.txt >deploy/locks/engine.txt
+	@grep --invert-match --line-regexp --fixed-strings --file build/locks/engine.txt build/locks/ray.txt >deploy/locks/ray.txt
 
 wheels: $(PACK)           ## build both wheels, kernels compiled, into build/wheels: installing them needs no compiler
 	@rm -rf build/wheels
