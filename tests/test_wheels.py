@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import venv
 import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
@@ -91,12 +90,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("elsewhere")
 
 
-def environment(path: Path, *packages: str | Path) -> Path:
+def environment(path: Path, *packages: str | Path, base: str | Path = sys.executable) -> Path:
     """The interpreter of a fresh environment with these packages; skips the test if no index is in reach.
 
-    Nothing is compiled.
+    Nothing is compiled. `base` is the interpreter that it is made of.
     """
-    venv.create(path, with_pip=True, symlinks=True)
+    run(base, "-m", "venv", path, cwd=path)
     python = path / "bin" / "python"
     command = [str(python), "-m", "pip", "install", "--retries=1", "--disable-pip-version-check"]
     command += ["--only-binary=:all:", *map(str, packages)]
@@ -130,6 +129,35 @@ def address(server_python: Path, folder: Path) -> Iterator[str]:
         finally:
             process.terminate()
 
+
+def interpreter(version: str) -> Path:
+    """A CPython of this version, on the path or of pyenv. Skips the test if there is none."""
+    name = f"python{version}"
+    found = [Path(folder, name) for folder in os.get_exec_path()]
+    found += sorted(
+        Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob(f"versions/{version}.*/bin/{name}")
+    )
+    for path in found:
+        asked = [path, "-c", "import ssl, venv, ensurepip, platform; print(platform.python_implementation())"]
+        # A shim of pyenv is a program that does not run where its version is not chosen.
+        if path.is_file() and subprocess.run(asked, capture_output=True, check=False).stdout == b"CPython\n":
+            return path
+    pytest.skip(f"no {name} is installed")
+
+
+COMPUTE = """
+import importlib.util, sys
+import numpy as np
+spec = importlib.util.spec_from_file_location("_native", sys.argv[1])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+logits = np.random.default_rng(1).normal(size=(3, 70)).astype(np.float32)
+rows, masks, tokens = np.arange(3), np.full((3, 3), 2**32 - 1, np.uint32), np.zeros(3, np.int64)
+masks[:, 1] = 0
+native.argmax(0, *(each.ctypes.data for each in (logits, rows, masks, tokens)), 3, 70)
+logits[:, 32:64] = -np.inf
+print((tokens == logits.argmax(axis=1)).all())
+"""
 
 CALL = """
 import sys
@@ -223,3 +251,28 @@ def test_the_client_alone_calls_a_server(
     assert run(python, "-c", CALL, address, cwd=folder) == "4"
     absent = "import importlib.util as u; print([n for n in ('torch', 'numpy', 'pagoda_server') if u.find_spec(n)])"
     assert run(python, "-c", absent, cwd=folder) == "[]"
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+def test_the_same_wheel_computes_and_serves_on_a_newer_python(
+    version: str, wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    """Without torch: what is ours, and the packages that the router needs."""
+    python = environment(tmp_path, wheels["client"], wheels["server"], base=interpreter(version))
+    (kernels,) = tmp_path.glob(f"lib/python{version}/site-packages/{KERNELS_FILE}")
+    assert run(python, "-c", COMPUTE, kernels, cwd=tmp_path) == "True"
+    socket = f"unix:{tmp_path}/engine.sock"
+    engine = [python, "-m", "pagoda_server.engine", "--model", "synthetic", "--listen", socket]
+    router = [python.parent / "pagoda", "serve", "--model", "synthetic", "--engine", socket, "--listen", "127.0.0.1:0"]
+    with (
+        subprocess.Popen(engine, cwd=tmp_path, env=ENVIRONMENT) as serving,
+        subprocess.Popen(router, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("starting on ")
+            assert run(python, "-c", CALL, line.split()[-1], cwd=tmp_path) == "4"
+        finally:
+            process.terminate()
+            serving.terminate()
