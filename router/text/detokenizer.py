@@ -39,16 +39,21 @@ class Detokenization:
     """Makes a tokenizer's detokenizers, which share what it learns about each token.
 
     Threads may share it. It does not see tokens that are added to the tokenizer later.
+
+    vocab_size  highest token id + 1
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        tokens = {id: token for token, id in tokenizer.get_vocab(with_added_tokens=False).items()}
+        tokens = _tokens_of_model(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         tokens |= {id: token.content for id, token in added.items()}
-        ordinary = {id: token for id, token in tokens.items() if id not in added or not added[id].special}
+        self.vocab_size = max(tokens, default=-1) + 1
+        self._special = {id: token.content for id, token in added.items() if token.special}
+        ordinary = tokens.copy()
+        for id in self._special:
+            del ordinary[id]
         self._decoder = tokenizer.decoder
         self._ordinary = ordinary
-        self._special = {id: tokens[id] for id in tokens.keys() - ordinary.keys()}
         self._kind = {False: _kind_of(self._decoder, tokens), True: _kind_of(self._decoder, ordinary)}
         self._keeping: dict[tuple[str, ...], _Kind] = {}
 
@@ -72,6 +77,15 @@ class Detokenization:
     def token_bytes(self, id: int) -> bytes:
         """A token's UTF-8 bytes inside a text; a special token's name; empty for unknown ids."""
         return self._kind[False].token_bytes(id)
+
+
+def _tokens_of_model(tokenizer: Tokenizer) -> Tokens:
+    """All tokens but those that have been added. Asked for one by one they take half of the vocabulary's time."""
+    model, size = tokenizer.model, tokenizer.get_vocab_size(with_added_tokens=False)
+    tokens = dict(enumerate(map(model.id_to_token, range(size))))
+    if None in tokens.values():  # ids leave gaps, so some are beyond the size
+        return {id: token for token, id in tokenizer.get_vocab(with_added_tokens=False).items()}
+    return tokens
 
 
 class _Kind(Protocol):

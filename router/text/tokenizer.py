@@ -58,7 +58,9 @@ class Tokenizer:
         eos_token_id = tokenizer.token_to_id(files.special_tokens.get("eos_token", ""))
         eos_token_ids = {*files.eos_token_ids, *(() if eos_token_id is None else (eos_token_id,))}
         self.fingerprint = hashlib.sha256(files.tokenizer_json).hexdigest()
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        with _usable():
+            self._detokenization = Detokenization(tokenizer)
+        self.vocab_size = self._detokenization.vocab_size
         if self.vocab_size > _MAX_VOCAB_SIZE:
             raise ConfigError(f"tokenizer.json has the token id {self.vocab_size - 1}, at most {_MAX_VOCAB_SIZE - 1}")
         if len(eos_token_ids) > MAX_EOS_IDS:
@@ -72,7 +74,6 @@ class Tokenizer:
         with _usable():
             added = tokenizer.get_added_tokens_decoder()
             self.added_ids = {token.content: id for id, token in added.items()}
-            self._detokenization = Detokenization(tokenizer)
             self._special_tokens = SpecialTokens(tokenizer, self.vocab_size)
             sample = self.encode(_SAMPLE)
         if max(sample, default=-1) >= self.vocab_size:
