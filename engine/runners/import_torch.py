@@ -68,6 +68,7 @@ WAITING: Mapping[str, Mapping[str, Any]] = {
     "torch._meta_registrations": {},
     "torch.compiler": {},
     "torch._native": {},
+    "torchgen.model": {},
 }
 
 
