@@ -13,3 +13,7 @@ router       capacity of a router process, and what it adds to TTFT and ITL
 speculation  what drafts gain one stream, and cost many
 step         milliseconds of the default model's steps
 """
+
+from pagoda_server.engine.runners.import_torch import limit_spinning
+
+limit_spinning()  # as in an engine, before torch is imported

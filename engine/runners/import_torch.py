@@ -77,7 +77,7 @@ def preload_torch() -> None:
     spec = find_spec("torch")  # which imports nothing
     if NVIDIA_DRIVER.exists() or spec is None or not spec.submodule_search_locations or sys.platform != "linux":
         return
-    _limit_spinning()
+    limit_spinning()
     library = Path(spec.submodule_search_locations[0], "lib", "libtorch_cpu.so")
     # A call of dlopen as any function releases the interpreter's lock, while CDLL keeps it. torch reports what fails.
     dlopen = ctypes.CDLL(None).dlopen
@@ -87,7 +87,7 @@ def preload_torch() -> None:
 
 def import_torch() -> None:
     """Import torch, without the modules of WAITING where there is no GPU."""
-    _limit_spinning()
+    limit_spinning()
     if "torch" in sys.modules or NVIDIA_DRIVER.exists():
         return
     finder = _Finder()
@@ -97,7 +97,7 @@ def import_torch() -> None:
     finder.is_complete = True
 
 
-def _limit_spinning() -> None:
+def limit_spinning() -> None:
     """Set, before a library reads it, how long threads spin at the end of a parallel region.
 
     That is long by default. If another process has taken the core of the one thread that still works, each of a step's
