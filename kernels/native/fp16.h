@@ -1,17 +1,19 @@
 // Float16 as bits, in plain code. No include guard: each instruction set compiles its own copy.
 
-inline uint16_t to_fp16(float value) {  // to the nearest, ties to even; infinity beyond the greatest
-    uint32_t bits, sign;
+// To the nearest, ties to even; infinity beyond the greatest. Without branches, so that compilers vectorize a loop of it.
+inline uint16_t to_fp16(float value) {
+    uint32_t bits, small;
     std::memcpy(&bits, &value, sizeof bits);
-    sign = bits >> 16 & 0x8000;
+    uint32_t sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
-    if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
-    if (bits < 0x38800000) {  // a denormal: counted in steps of 2^-24
-        float magnitude;
-        std::memcpy(&magnitude, &bits, sizeof magnitude);
-        return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)));
-    }
-    return static_cast<uint16_t>(sign | (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude += 0.5f;  // which rounds a denormal to steps of 2^-24 and leaves their number in the fraction
+    std::memcpy(&small, &magnitude, sizeof small);
+    uint32_t normal = (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13;
+    uint32_t is_small = -static_cast<uint32_t>(bits < 0x38800000), is_large = -static_cast<uint32_t>(bits >= 0x477ff000);
+    uint32_t finite = ((small - 0x3f000000) & is_small) | (normal & ~is_small);
+    return static_cast<uint16_t>(sign | (finite & ~is_large) | (0x7c00 & is_large));
 }
 
 inline float from_fp16(uint16_t value) {
@@ -19,5 +21,8 @@ inline float from_fp16(uint16_t value) {
     float magnitude;
     std::memcpy(&magnitude, &bits, sizeof magnitude);
     magnitude *= 0x1p112f;
-    return value & 0x8000 ? -magnitude : magnitude;
+    std::memcpy(&bits, &magnitude, sizeof bits);
+    bits |= (value & 0x8000u) << 16;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    return magnitude;
 }

@@ -63,7 +63,10 @@ struct Iq4Nl : Layout<18, 1, 4, false> {
 struct Mxfp4 : Layout<17, 1, 4, false> {
     static void read(const uint8_t* block, uint8_t* values, uint16_t* scales, uint16_t*) {
         std::memcpy(values, block + 1, 16);
-        *scales = to_fp16(std::ldexp(1.0f, *block - 128));
+        uint32_t bits = (*block ? *block - 1u : 0u) << 23;  // of 2 ** (*block - 128), the least two of which are zero in fp16
+        float scale;
+        std::memcpy(&scale, &bits, sizeof scale);
+        *scales = to_fp16(scale);
     }
 };
 
@@ -73,6 +76,17 @@ struct Q8_0 : Layout<34, 1, 8, false> {
         *scales = load_word(block);
     }
 };
+
+// Sixteen bytes of a block, which compilers keep in one register of every instruction set.
+typedef uint8_t Sixteen __attribute__((vector_size(16)));
+
+inline Sixteen load_sixteen(const uint8_t* from) {
+    Sixteen bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return bytes;
+}
+
+inline void store_sixteen(uint8_t* to, Sixteen bytes) { std::memcpy(to, &bytes, sizeof bytes); }
 
 // A group's 32 nibbles with a fifth bit each, less `offset` (0 or 16). Eight bytes of a word are worked on at a time: compilers
 // do not vectorize the spreading of bits.
@@ -107,33 +121,33 @@ struct Q5_1 : Layout<24, 1, 5, true> {
 // Eight scales and minimums of 6 bits each, and a factor of all. A minimum makes up for its scale's rounding to fp16 where
 // codes are in the middle.
 inline void read_k_scales(const uint8_t* block, float middle_code, uint16_t* scales, uint16_t* minimums) {
-    const uint8_t *low = block + 4, *high = block + 12;
-    float factor = load_half(block), factor_of_minimums = load_half(block + 2);
-    for (int group = 0; group < 8; group++) {
-        int i = group % 4, scale = low[i], minimum = low[4 + i];
-        if (group < 4) {
-            scale &= 63;
-            minimum &= 63;
-        } else {
-            scale = scale >> 6 << 4 | (high[i] & 15);
-            minimum = minimum >> 6 << 4 | high[i] >> 4;
-        }
-        float exact = factor * static_cast<float>(scale), least = factor_of_minimums * static_cast<float>(minimum);
-        scales[group] = to_fp16(exact);
-        minimums[group] = to_fp16((exact - from_fp16(scales[group])) * middle_code - least);
+    uint32_t words[3], codes[4];
+    std::memcpy(words, block + 4, sizeof words);
+    for (int kind = 0; kind < 2; kind++) {  // scales, then minimums
+        codes[2 * kind] = words[kind] & 0x3f3f3f3f;
+        codes[2 * kind + 1] = (words[2] >> 4 * kind & 0x0f0f0f0f) | (words[kind] >> 2 & 0x30303030);
     }
+    uint8_t six_bits[16];
+    std::memcpy(six_bits, codes, sizeof six_bits);
+    float factor = load_half(block), factor_of_minimums = load_half(block + 2);
+    uint16_t found[16];  // which nothing else can refer to, so that compilers vectorize the loop
+    for (int group = 0; group < 8; group++) {
+        float exact = factor * static_cast<float>(six_bits[group]);
+        float least = factor_of_minimums * static_cast<float>(six_bits[8 + group]);
+        found[group] = to_fp16(exact);
+        found[8 + group] = to_fp16((exact - from_fp16(found[group])) * middle_code - least);
+    }
+    std::memcpy(scales, found, 16);
+    std::memcpy(minimums, found + 8, 16);
 }
 
 struct Q4_K : Layout<144, 8, 4, true> {
     static void read(const uint8_t* block, uint8_t* values, uint16_t* scales, uint16_t* minimums) {
         read_k_scales(block, 7.5f, scales, minimums);
         for (int pair = 0; pair < 4; pair++) {  // of groups: the first has the low nibbles
-            const uint8_t* codes = block + 16 + 32 * pair;
-            uint8_t* to = values + 32 * pair;
-            for (int i = 0; i < 16; i++) {
-                to[i] = static_cast<uint8_t>((codes[i] & 15) | (codes[i + 16] & 15) << 4);
-                to[i + 16] = static_cast<uint8_t>(codes[i] >> 4 | (codes[i + 16] & 240));
-            }
+            Sixteen first = load_sixteen(block + 16 + 32 * pair), second = load_sixteen(block + 32 + 32 * pair);
+            store_sixteen(values + 32 * pair, (first & 15) | second << 4);
+            store_sixteen(values + 32 * pair + 16, first >> 4 | (second & 240));
         }
     }
 };
@@ -141,12 +155,14 @@ struct Q4_K : Layout<144, 8, 4, true> {
 struct Q5_K : Layout<176, 8, 5, true> {
     static void read(const uint8_t* block, uint8_t* values, uint16_t* scales, uint16_t* minimums) {
         read_k_scales(block, 15.5f, scales, minimums);
-        const uint8_t* fifth = block + 16;
-        for (int group = 0; group < 8; group++) {
-            const uint8_t* codes = block + 48 + 32 * (group / 2);
-            int shift = group % 2 * 4;
-            for (int i = 0; i < 32; i++)
-                values[32 * group + i] = static_cast<uint8_t>((codes[i] >> shift & 15) | (fifth[i] >> group & 1) << 4);
+        for (int half = 0; half < 2; half++) {  // of each group
+            Sixteen fifth = load_sixteen(block + 16 + 16 * half);
+            for (int pair = 0; pair < 4; pair++, fifth >>= 2) {
+                Sixteen codes = load_sixteen(block + 48 + 32 * pair + 16 * half);
+                uint8_t* to = values + 64 * pair + 16 * half;
+                store_sixteen(to, (codes & 15) | (fifth & 1) << 4);
+                store_sixteen(to + 32, codes >> 4 | (fifth & 2) << 3);
+            }
         }
     }
 };
@@ -156,11 +172,14 @@ struct Q6_K : Layout<210, 16, 6, false, 16> {
         float factor = load_half(block + 208);
         for (int group = 0; group < 16; group++)
             scales[group] = to_fp16(factor * static_cast<float>(static_cast<int8_t>(block[192 + group])));
-        for (int part = 0; part < 8; part++) {  // of 32 values, four in each half
-            const uint8_t *low = block + 64 * (part / 4) + 32 * (part % 2), *high = block + 128 + 32 * (part / 4);
-            int shift = part % 4 / 2 * 4, high_shift = part % 4 * 2;
-            for (int i = 0; i < 32; i++)
-                values[32 * part + i] = static_cast<uint8_t>(((low[i] >> shift & 15) | (high[i] >> high_shift & 3) << 4) - 32);
+        for (int run = 0; run < 4; run++) {  // of 16 bytes: two in each half, which four groups share
+            Sixteen high = load_sixteen(block + 128 + 16 * run);
+            const uint8_t* low = block + run / 2 * 64 + run % 2 * 16;
+            uint8_t* to = values + run / 2 * 128 + run % 2 * 16;
+            for (int part = 0; part < 4; part++, high >>= 2) {
+                Sixteen nibbles = load_sixteen(low + part % 2 * 32);
+                store_sixteen(to + 32 * part, ((part < 2 ? nibbles & 15 : nibbles >> 4) | (high & 3) << 4) - 32);
+            }
         }
     }
 };

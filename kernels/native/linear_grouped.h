@@ -58,9 +58,9 @@ struct Codes {
         return code;
     }
 
-    // Writes what codes() of an output finds: SIZE inputs, from the quad `first` on.
-    PAGODA_INLINE void set(uint8_t* to, int64_t first, const uint32_t (&quads)[SIZE / 4]) {
-        auto put = [=](int64_t place, uint32_t word) { std::memcpy(to + place * 4 * PANEL, &word, sizeof word); };
+    // Writes what codes() of LANES outputs finds: SIZE inputs, from the quad `first` on.
+    PAGODA_INLINE void set(uint8_t* to, int64_t first, const Words (&quads)[SIZE / 4]) {
+        auto put = [=](int64_t place, Words word) { std::memcpy(to + place * 4 * PANEL, &word, sizeof word); };
         constexpr int64_t COUNT = SIZE / 4;
         if constexpr (BITS == 8) {
             for (int64_t i = 0; i < COUNT; i++) put(first + i, quads[i]);
@@ -68,11 +68,36 @@ struct Codes {
             for (int64_t i = 0; i < COUNT; i += 2) put((first + i) / 2, (quads[i] & LOW) | (quads[i + 1] & LOW) << 4);
             if constexpr (BITS > 4)
                 for (int64_t i = 0; i < COUNT; i += FIELDS) {
-                    uint32_t upper = 0;
+                    Words upper{};
                     for (int field = 0; field < FIELDS; field++) upper |= (quads[i + field] & HIGH) >> 4 << field * EXTRA;
                     put(GROUP / 8 + (first + i) / FIELDS, upper);
                 }
         }
+    }
+
+    // The codes of SIZE inputs of LANES rows, of which `place` counts such parts, and the sums of their values.
+    PAGODA_INLINE Ints read(const GroupRow* rows, int64_t place, Ints table, Words (&quads)[SIZE / 4]) {
+        constexpr int64_t COUNT = SIZE / 4, STORED = BITS == 4 ? COUNT / 2 : COUNT;
+        constexpr uint32_t BYTES = 0x01010101, EVEN = 0x00ff00ff;
+        for (int64_t i = 0; i < STORED; i++) {
+            Words word;
+            for (int lane = 0; lane < LANES; lane++) {
+                uint32_t four;
+                std::memcpy(&four, rows[lane].values + 4 * (place * STORED + i), sizeof four);
+                word[lane] = four;
+            }
+            if constexpr (BITS == 4) quads[i + STORED] = word >> 4 & LOW;
+            if constexpr (BITS == 4) word &= LOW;
+            if constexpr (BITS > 4 && !HAS_MINIMUM)  // adding MIDDLE to a value of BITS bits inverts the uppermost
+                word = (word ^ MIDDLE * BYTES) & ((1 << BITS) - 1) * BYTES;
+            quads[i] = word;
+        }
+        Words pairs{};
+        for (Words word : quads) {
+            if constexpr (HAS_TABLE) word = (Words)look_up(table, (Ints)word) ^ 128 * BYTES;  // not negative
+            pairs += (word & EVEN) + (word >> 8 & EVEN);
+        }
+        return (Ints)((pairs & 0xffff) + (pairs >> 16)) - (HAS_TABLE ? 128 : MIDDLE) * static_cast<int>(SIZE);
     }
 
     // The values of a quad of LANES outputs, or their digit.
@@ -95,43 +120,50 @@ struct GroupedPanels {
     int64_t bytes(int64_t out) const { return table_offset(out) + (C::HAS_TABLE ? panel_bytes() : 0); }
 };
 
+// Packs LANES outputs at a time, so a panel's rows are read before the first of their groups is written. Columns of the last
+// panel that no row has get rows of zeros.
 template <typename C>
 void pack_grouped(ThreadPool& pool, const GroupRows& rows, const int8_t* table, uint8_t* packed) {
     GroupedPanels<C> panels(rows.in);
-    int64_t sizes = rows.in / C::SIZE;
-    constexpr int64_t VALUE_BYTES = C::BITS == 4 ? C::SIZE / 2 : C::SIZE;
+    int64_t sizes = rows.in / C::SIZE, row_bytes = GroupRows::buffer_bytes(rows.in);
     if (C::HAS_TABLE) std::memcpy(packed + panels.table_offset(rows.out), table, 16);
     pool.run(static_cast<int>(ceil_div(rows.out, PANEL)), [&](int panel) {
-        std::vector<uint8_t> buffer(5 * rows.in);
-        uint8_t* panel_bytes = packed + panel * panels.panel_bytes();
-        int64_t columns = std::min(PANEL, rows.out - panel * PANEL);
-        if (columns < PANEL) std::memset(panel_bytes, 0, panels.panel_bytes());
-        if (sizes % C::PARTS) std::memset(panel_bytes + (panels.groups - 1) * C::GROUP_BYTES, 0, C::GROUP_BYTES);
-        for (int64_t column = 0; column < columns; column++) {
-            GroupRow row = rows.read(rows.weight, panel * PANEL + column, buffer.data());
-            for (int64_t group = 0; group < panels.groups; group++) {
-                uint8_t* bytes = panel_bytes + group * C::GROUP_BYTES;
-                auto* numbers = reinterpret_cast<uint16_t*>(bytes + C::CODE_BYTES * PANEL) + column;
-                int64_t parts = std::min(C::PARTS, sizes - group * C::PARTS);
-                float offset = 0;
+        thread_local std::vector<uint8_t> buffer;  // which the next panel reuses
+        buffer.resize(std::max<size_t>(buffer.size(), PANEL * row_bytes));
+        uint8_t* bytes = packed + panel * panels.panel_bytes();
+        if (sizes % C::PARTS) std::memset(bytes + (panels.groups - 1) * C::GROUP_BYTES, 0, C::GROUP_BYTES);
+        GroupRow of_column[PANEL];
+        for (int64_t column = 0; column < PANEL; column++) {
+            uint8_t* room = buffer.data() + column * row_bytes;
+            if (int64_t row = panel * PANEL + column; row < rows.out) {
+                of_column[column] = rows.read(rows.weight, row, room);
+            } else {
+                std::memset(room, 0, row_bytes);
+                auto* numbers = reinterpret_cast<uint16_t*>(room);
+                of_column[column] = {room + row_bytes - rows.in, numbers, numbers};
+            }
+        }
+        Ints tables[1] = {};
+        if constexpr (C::HAS_TABLE) load_table(reinterpret_cast<const uint8_t*>(table), tables);
+        for (int64_t group = 0; group < panels.groups; group++, bytes += C::GROUP_BYTES) {
+            int64_t parts = std::min(C::PARTS, sizes - group * C::PARTS);
+            for (int64_t first = 0; first < PANEL; first += LANES) {
+                const GroupRow* row = of_column + first;
+                auto* numbers = reinterpret_cast<uint16_t*>(bytes + C::CODE_BYTES * PANEL) + first;
+                Floats offset{};
                 for (int64_t part = 0; part < parts; part++) {
                     int64_t place = group * C::PARTS + part;
-                    const uint8_t* from = row.values + place * VALUE_BYTES;
-                    uint8_t codes[C::SIZE];
-                    if constexpr (C::BITS == 4)
-                        for (int64_t i = 0; i < C::SIZE / 2; i++) codes[i] = from[i] & 15, codes[C::SIZE / 2 + i] = from[i] >> 4;
-                    else
-                        for (int64_t i = 0; i < C::SIZE; i++) codes[i] = static_cast<uint8_t>(from[i] + (C::HAS_MINIMUM ? 0 : C::MIDDLE));
-                    uint32_t quads[C::SIZE / 4];
-                    std::memcpy(quads, codes, sizeof quads);
-                    C::set(bytes + 4 * column, part * C::SIZE / 4, quads);
-                    int sum = -C::MIDDLE * static_cast<int>(C::SIZE);
-                    for (uint8_t code : codes) sum += C::HAS_TABLE ? table[code] : code;
-                    numbers[part * PANEL] = row.scales[place];
-                    if (C::HAS_MINIMUM) numbers[(C::PARTS + part) * PANEL] = row.minimums[place];
-                    offset += from_fp16(row.scales[place]) * static_cast<float>(sum);
+                    Words quads[C::SIZE / 4], scale;
+                    Ints sum = C::read(row, place, tables[0], quads);
+                    C::set(bytes + 4 * first, part * C::SIZE / 4, quads);
+                    for (int lane = 0; lane < LANES; lane++) {
+                        scale[lane] = numbers[part * PANEL + lane] = row[lane].scales[place];
+                        if (C::HAS_MINIMUM) numbers[(C::PARTS + part) * PANEL + lane] = row[lane].minimums[place];
+                    }
+                    Floats magnitude = (Floats)((scale & 0x7fff) << 13) * 0x1p112f;  // as from_fp16 has it
+                    offset += (Floats)((Words)magnitude | (scale & 0x8000) << 16) * to_floats(sum);
                 }
-                numbers[(C::NUMBERS - 1) * PANEL] = to_fp16(offset);
+                for (int lane = 0; lane < LANES; lane++) numbers[(C::NUMBERS - 1) * PANEL + lane] = to_fp16(offset[lane]);
             }
         }
     });

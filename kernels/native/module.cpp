@@ -256,9 +256,9 @@ struct BlockGroups {
 
     static GroupRow read(const void* groups, int64_t row, uint8_t* buffer) {
         auto& self = *static_cast<const BlockGroups*>(groups);
-        auto* scales = reinterpret_cast<uint16_t*>(buffer);  // a group has at least 16 inputs: there is room for more
-        uint16_t* minimums = scales + self.in;
-        auto* values = reinterpret_cast<uint8_t*>(minimums + self.in);
+        auto* scales = reinterpret_cast<uint16_t*>(buffer);
+        uint16_t* minimums = scales + self.in / 16;  // a group has at least 16 inputs
+        auto* values = reinterpret_cast<uint8_t*>(minimums + self.in / 16);
         read_groups(self.weight.kind, self.weight.blocks + row * self.weight.row_bytes, self.weight.blocks_a_row, values, scales, minimums);
         return {values, scales, minimums};
     }

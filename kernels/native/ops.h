@@ -173,10 +173,13 @@ struct GroupRow {
 
 // A weight [out, in] in groups of which several threads read rows, whatever form they have in memory.
 struct GroupRows {
-    // Returns a row, for which `buffer` may be used. It has room for `in` values, scales and minimums each.
+    // Returns a row, for which `buffer` may be used: buffer_bytes(in), aligned for scales.
     GroupRow (*read)(const void* weight, int64_t row, uint8_t* buffer);
     const void* weight;
     int64_t in, out;
+
+    // Room for `in` values, and for scales and minimums of 16 inputs or more.
+    static constexpr int64_t buffer_bytes(int64_t in) { return in + in / 16 * 4; }
 };
 
 // A GroupedWeight.
