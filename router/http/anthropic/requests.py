@@ -105,7 +105,7 @@ def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places
         raise InvalidArgument("messages", "the model served here has no chat template; use /v1/completions")
     if (system := given.take("system", (str, list), "a string or a list of text blocks")) is not None:
         chat.messages.append(_system(system, limits))
-        places["chat.messages[0]"] = "system"
+        places["chat.messages[0].content"] = "system"
     for index, message in enumerate(messages):
         _add_message(Fields(message, f"messages[{index}]."), chat, limits, places)
     chat.continue_last = chat.messages[-1].role == chat_pb2.ROLE_ASSISTANT  # the answer goes on from its text
@@ -262,16 +262,17 @@ def _tool_choice(given: Fields, choice: chat_pb2.ToolChoice) -> None:
 _NAMES = FieldNames(
     (r"^chat$", "messages"),
     (r"^chat\.(messages\b.*|continue_last)$", "messages"),
-    (r"^system\b.*", "system"),
-    (r"^(messages\b.*)\.arguments$", r"\1.input"),
-    (r"^(messages\b.*)\.tool_call_id$", r"\1.tool_use_id"),
-    (r"^(messages\b.*)\.(parts|reasoning)\b", r"\1.content"),
     (r"^chat\.template_kwargs\b.*", "thinking"),
     (r"^chat\.tool_choice\.mode$", "tool_choice"),
     (r"^chat\.tool_choice\.tool$", "tool_choice.name"),
     (r"^chat\.(tools\[\d+\])\.parameters$", r"\1.input_schema"),
     (r"^guided\b.*", "output_config.format"),
     (r"^stopping\.stop\b", "stop_sequences"),
+    inside=(
+        (r"^(chat\.messages\b.*)\.arguments$", r"\1.input"),
+        (r"^(chat\.messages\b.*)\.tool_call_id$", r"\1.tool_use_id"),
+        (r"^(chat\.messages\b.*)\.(parts|reasoning|tool_calls)$", r"\1.content"),
+    ),
 )
 
 

@@ -295,7 +295,7 @@ _NAMES = FieldNames(
     (r"^chat\.tool_choice\.tool$", "tool_choice.function.name"),
     (r"^output\.prompt_logprobs$", "echo"),
     (r"^token_ids\.ids\b", "prompt"),
-    (r"\.parts\b", ".content"),
+    (r"^(chat\.messages\b.*)\.parts\b", r"\1.content"),
     (
         r"^chat\.(messages\[\d+\]\.tool_calls\[\d+\]|tools\[\d+\])\.(name|arguments|description|parameters)$",
         r"\1.function.\2",

@@ -292,12 +292,11 @@ def _tool(given: Fields) -> chat_pb2.Tool:
 _NAMES = FieldNames(
     (r"^chat$", "input"),
     (r"^chat\.messages\b.*", "input"),
-    (r"^(input\b.*)\.(id|tool_call_id)$", r"\1.call_id"),
-    (r"^(input\b.*)\.(parts|reasoning)\b", r"\1.content"),
     (r"^chat\.tool_choice\.mode$", "tool_choice"),
     (r"^chat\.tool_choice\.tool$", "tool_choice.name"),
     (r"^guided\b.*", "text.format"),
     (r"^stopping\.max_tokens$", "max_output_tokens"),
+    inside=((r"^(chat\.messages\b.*)\.(id|tool_call_id)$", r"\1.call_id"),),
 )
 
 

@@ -108,6 +108,12 @@ def test_tokens_are_counted_for_the_same_prompt() -> None:
         ({"service_tier": "priority"}, Unimplemented, "service_tier"),
         ({"system": "\ud800"}, InvalidArgument, "body"),
         ({"mcp_servers": []}, InvalidArgument, "mcp_servers"),
+        ({"system": [{"type": "text"}]}, InvalidArgument, "system[0].text"),
+        ({"messages": [HI[0] | {"reasoning": "x"}]}, InvalidArgument, "messages[0].reasoning"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "arguments": {}}]}]},
+            InvalidArgument, "messages[0].content[0].arguments",
+        ),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_followed_is_refused_by_its_name(body: Any, kind: Any, field: str) -> None:
@@ -153,6 +159,7 @@ def use(name: str, **more: Any) -> Any:
             {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x" * 5000}]}]},
             "messages[0].content",
         ),
+        ({"messages": [{"role": "assistant", "content": [use("f")] * 129}]}, "messages[0].content"),
         ({"messages": [*HI, {"role": "assistant", "content": [use("f")]}]}, "messages"),
         ({"tools": [{"name": "f", "input_schema": {"a": "x" * 5000}}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),

@@ -91,6 +91,7 @@ def test_a_schema_is_followed() -> None:
         ({"stream_options": {"include_obfuscation": False}}, InvalidArgument, "stream_options"),
         ({"metadata": {"a": "\ud800"}}, InvalidArgument, "body"),
         ({"max_output_tokens": 0}, InvalidArgument, "max_output_tokens"),
+        ({"input": [{"role": "user", "content": "x", "id": 5}]}, InvalidArgument, "input[0].id"),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_followed_is_refused_by_its_name(body: Any, kind: Any, field: str) -> None:
