@@ -2,7 +2,7 @@
 
 A sequence that comes may find blocks elsewhere behind those in memory. It then waits while threads read them into host
 blocks, and starts like any other: what has arrived is cached in host memory (host_cache.py). It waits no longer than
-about the time in which it would be computed, beside what else is. Blocks that are damaged, gone or late are computed.
+it would take to compute them beside other sequences, roughly. Blocks that are damaged, gone or late are computed.
 """
 
 from __future__ import annotations
@@ -143,8 +143,11 @@ class Arrivals:
         if not reads.expected:
             return False
         now, computed_s = self._clock(), self._computed_s(prefix.num_tokens, end * size)
-        wait_s = min(max(computed_s, _LEAST_WAIT_S), _MOST_WAIT_S) if computed_s else _MOST_WAIT_S
-        until = min(now + wait_s, seq.request.deadline - 2 * computed_s)
+        deadline = seq.request.deadline
+        if computed_s:
+            until = min(now + min(max(computed_s, _LEAST_WAIT_S), _MOST_WAIT_S), deadline - 2 * computed_s)
+        else:  # nothing says how long computing takes, so half of the time is left for it
+            until = min(now + _MOST_WAIT_S, (now + deadline) / 2)
         if until <= now:
             return False  # if the source hangs, it could not be computed in time any more
         self._waiting[seq.id] = _Waiting(seq, reads.expected, until)
@@ -179,7 +182,7 @@ class Arrivals:
         return all(self._source(name).pays(len(each), computed_s) for name, each in reads.missing.items())
 
     def _computed_s(self, start: int, end: int) -> float:
-        """Estimate in how many seconds these tokens would be computed; 0 if an engine has computed no prompt yet."""
+        """Estimate how many seconds it takes to compute these tokens; 0 if this engine has computed no prompt yet."""
         return max(self._costs.chunk_s(start, end), self._costs.likely_s(end - start))
 
     def _source(self, name: str) -> _Source:

@@ -264,3 +264,12 @@ def test_an_engine_that_has_computed_no_prompt_waits_as_long_as_any_does() -> No
     peers(here).is_stuck = True
     here.add(prompt(LONG, 0), 3, lender=THERE)
     assert here.scheduler.next_deadline == here.now + 2.0
+
+
+def test_an_engine_that_has_computed_no_prompt_leaves_half_of_the_time_for_it() -> None:
+    there = small()
+    served(there, 0)
+    here = pair(there)
+    peers(here).is_stuck = True
+    here.add(prompt(LONG, 0), 3, lender=THERE, timeout_s=1.0)
+    assert here.scheduler.next_deadline == pytest.approx(here.now + 0.5)
