@@ -22,7 +22,7 @@ def spawned(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a process inside a `with` block: standard output on a pipe, standard error in `log`. End its children too.
 
-    It has a session of its own, so a terminal's Ctrl-C reaches only us, and we end it here: after SIGTERM to us, too.
+    It has a session of its own, so a terminal's Ctrl-C reaches only us, and we end it here. SIGTERM to us ends it, too.
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks run

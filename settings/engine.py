@@ -98,8 +98,8 @@ class CommonSettings(Settings):
     )
     hang_timeout_s: float = setting(
         60.0,
-        "Seconds without an answer of its loop after which an engine counts as dead. Prompts are cut so that no step "
-        "is expected to take more than a quarter of it.",
+        "Seconds without an answer of its loop after which an engine counts as dead, and so does one of several "
+        "routers. Prompts are cut so that no step is expected to take more than a quarter of it.",
         panel=LIMITS, unit="seconds", at_least=SHORTEST_TIMEOUT_S,
     )  # fmt: skip
     log_level: LogLevel = setting("info", "Lowest severity of messages to log.")

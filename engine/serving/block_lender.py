@@ -14,7 +14,7 @@ import grpc
 
 from pagoda.engine.v1 import engine_pb2, engine_pb2_grpc
 
-AT_ONCE = 4  # calls; each has so many parts in memory as are asked for, and the one that it sends
+AT_ONCE = 4  # calls; each has the parts in memory that it has asked for, and the one that it sends
 PART_BYTES = 4 << 20  # of blocks that are copied out of the cache at a time
 # Parts that a call asks the loop for at once. With one, the next would be asked for when the loop has just planned a
 # step without it, and each would take two steps.

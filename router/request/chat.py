@@ -68,7 +68,7 @@ class _ChatReader:
         if chat.continue_last and messages[-1].role != "assistant":
             raise InvalidArgument("chat.continue_last", "needs the last message to be the assistant's")
         if chat.continue_last and messages[-1].tool_calls:
-            raise InvalidArgument("chat.continue_last", "needs a last message without calls of tools")
+            raise InvalidArgument("chat.continue_last", "needs a last message without tool calls")
         shows_tools = chat.tool_choice.mode != chat_pb2.TOOL_CHOICE_MODE_NONE
         return Chat(messages, chat.continue_last, tuple(tools) if shows_tools else (), kwargs)
 

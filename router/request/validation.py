@@ -318,7 +318,7 @@ def _calls_due(request: inference_pb2.GenerateRequest, tools: tuple[Tool, ...], 
     if not limits.has_tool_format:
         raise InvalidArgument(field, "requires a call; how this model writes calls is not known: see --tool-format")
     if request.HasField("guided"):
-        raise InvalidArgument(field, "requires a call, and beside it the answer cannot have a format")
+        raise InvalidArgument(field, "requires a call, so the answer cannot have a format as well")
     return due
 
 
