@@ -90,7 +90,8 @@ class AdapterMatrix:
     __slots__ = ("greatest", "stored")
 
     def __init__(self, stored: NDArray[Any]) -> None:
-        self.stored = stored
+        # A file may have its values at any byte; a tensor needs them at a multiple of their size.
+        self.stored = stored = stored if stored.flags.aligned else stored.copy()
         # The bits of positive floats are in the order of their values, so that integers find the greatest in one pass.
         width = stored.dtype.itemsize
         bits = max(stored.view(f"i{width}").max(), int(stored.view(f"u{width}").max()) & (1 << 8 * width - 1) - 1)
@@ -404,8 +405,7 @@ def _stored(content: bytearray, entry: TensorEntry) -> NDArray[Any]:
         raise CheckpointError(
             f"tensor {quoted(entry.name)} has shape {list(entry.shape)} in {quoted(entry.dtype)}; {wanted}"
         )
-    stored = np.frombuffer(content, STORED[entry.dtype], math.prod(entry.shape), entry.start).reshape(entry.shape)
-    return stored if stored.flags.aligned else stored.copy()
+    return np.frombuffer(content, STORED[entry.dtype], math.prod(entry.shape), entry.start).reshape(entry.shape)
 
 
 def _widened(stored: NDArray[Any]) -> NDArray[np.float32]:
