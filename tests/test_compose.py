@@ -87,16 +87,11 @@ def test_torch_for_cpus_is_the_default_even_where_the_index_is_given_as_empty() 
     assert re.search(r"^FROM base AS engine-gpu$", DOCKERFILE, re.MULTILINE), "not from the image with torch for CPUs"
 
 
-def test_the_engine_takes_the_torch_that_was_tested() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f'"{extras["engine"][0]}"' in stage("engine")
-
-
 def test_bases_are_pinned_and_every_image_lists_what_it_holds() -> None:
     assert re.search(r"^ARG BASE=python:3\.\d+\.\d+-slim-[a-z]+$", DOCKERFILE, re.MULTILINE)
     assert set(re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)) == {"${BASE}", "base", "engine"}
     for target in ("router", "engine", "engine-gpu", "ray"):
-        assert f"python /sbom.py pagoda-{target}" in stage(target)
+        assert f"/sbom.py pagoda-{target}\n" in stage(target)
         assert "g++" not in stage(target)
 
 
@@ -122,9 +117,9 @@ def test_every_folder_of_the_server_is_in_the_images() -> None:
 
 def test_every_file_that_the_build_reads_is_in_the_images() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    copied = re.search(r"^COPY (.+) \./$", DOCKERFILE, re.MULTILINE)
-    assert copied
-    assert {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]} == set(copied[1].split())
+    copied = " ".join(re.findall(r"^COPY (.+) \./$", DOCKERFILE, re.MULTILINE)).split()
+    read = {"pyproject.toml", "setup.py", project["readme"], *project["license-files"]}
+    assert set(copied) == {*read, "deploy/locks/base.txt"}
 
 
 @pytest.mark.parametrize("service", ["model", "token", "router", "engine", "engine-gpu"])
