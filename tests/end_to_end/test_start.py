@@ -73,7 +73,7 @@ def test_with_json_logs_every_line_is_json() -> None:
 
 def test_without_an_engine_one_line_says_what_to_install() -> None:
     without_torch = "import sys; sys.modules['torch'] = None; from pagoda_server.cli.__main__ import main; main()"
-    command = [sys.executable, "-c", without_torch, "serve", "--model", "synthetic", "--listen", free_address()]
+    command = [sys.executable, "-c", without_torch, "serve", "--listen", free_address()]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert len(ended.stderr.splitlines()) == 1
