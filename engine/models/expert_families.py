@@ -143,7 +143,7 @@ def _deepseek_experts(
     num_dense: int,
     is_normalized: bool,
 ) -> ModelConfig:
-    """DeepSeek-AI, 2024: a correction decides with the scores who is chosen; the first layers are dense."""
+    """Scores plus a correction choose the experts, and the first layers are dense (DeepSeek-AI, 2024)."""
     routing = Routing(
         file.size("n_routed_experts", num_experts),
         file.size("num_experts_per_tok", chosen),
