@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ log = logging.getLogger("pagoda.router")
 
 NO_SLOTS = "needs engines with slots for adapters (--max-adapters)"
 MAX_WAITING = 16  # loads and unloads that wait for others
+MAX_PASSES = 4  # of an unload over the engines, while others load the same adapter
 
 
 class Adapters:
@@ -211,18 +212,12 @@ class Adapters:
                 if not self._engines.ready:  # other routers, which learn of it from an engine, would load it again
                     raise Unavailable("no engine is ready", retry_after_s=self._engines.retry_after_s)
                 is_known = name in self
-                lost: Unavailable | None = None
                 self._forget(name)
-                able = [each for each in self._engines.ready if each.held.limits is not None]
-                able.sort(key=lambda each: _rank(each, name))  # the order of loads, so that it overtakes none
-                for engine in able:
-                    try:
-                        await self._unload_from(engine, name)
-                        is_known = True
-                    except Unavailable as error:  # when it is back, it forgets what was known here
-                        lost = error
-                    except NotFound:
-                        pass
+                for _ in range(MAX_PASSES):  # until none holds it: a load by another router may have come between
+                    was_held, lost = await self._unload_from_all(name)
+                    is_known = is_known or was_held
+                    if not was_held:
+                        break
                 if not is_known:
                     raise lost or NotFound("lora_name: no adapter of this name is loaded")
 
@@ -240,6 +235,20 @@ class Adapters:
                 yield
         finally:
             self._num_waiting -= 1
+
+    async def _unload_from_all(self, name: str) -> tuple[bool, Unavailable | None]:
+        """Whether an engine has held an adapter, and why one cannot be asked."""
+        was_held, lost = False, None
+        able = [each for each in self._engines.ready if each.held.limits is not None]
+        for engine in sorted(able, key=lambda each: _rank(each, name)):  # the order of loads, to overtake none
+            try:
+                await self._unload_from(engine, name)
+                was_held = True
+            except Unavailable as error:  # when it is back, it forgets what was known here
+                lost = error
+            except NotFound:
+                pass
+        return was_held, lost
 
     async def _load_on_all(self, name: str, path: str, is_pinned: bool, replaces: bool) -> Adapter:
         former = self.known.get(name)
@@ -260,8 +269,23 @@ class Adapters:
                 raise
         if adapter is None:
             raise Unavailable("the engines were lost", retry_after_s=self._engines.retry_after_s)
-        self.known[name] = adapter
+        await self._follow_first(name, adapter, loaded)
         return adapter
+
+    async def _follow_first(self, name: str, adapter: Adapter, loaded: Sequence[EngineChannel]) -> None:
+        """Have all engines hold what the first holds now.
+
+        Another router may have unloaded or replaced the adapter there after it was loaded, and on the others before.
+        """
+        first, *others = loaded
+        now = adapter if first.held.by_name is None else first.held.by_name.get(name)
+        if now is None or now.identity != adapter.identity:
+            for engine in others:
+                await self._undo(engine, name, now)
+        if now is None:
+            self._forget(name)
+        else:
+            self.known[name] = now
 
     async def _undo(self, engine: EngineChannel, name: str, former: Adapter | None) -> None:
         """Have an engine hold what a name meant before, or nothing under it if that has gone."""
@@ -300,13 +324,11 @@ class Adapters:
             name, path, is_pinned=is_pinned, identity=identity, keeps_other=keeps_other
         )
         self._faults.pop((name, engine.name), None)
-        engine.held.change(new=adapter)
         self.follow(engine)
         return adapter
 
     async def _unload_from(self, engine: EngineChannel, name: str) -> None:
         await engine.questions.unload_adapter(name)
-        engine.held.change(gone=name)
         self.follow(engine)
 
     def _begin(self, change: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -96,7 +96,8 @@ class EngineChannel:
         self.identified_at = -math.inf
         self.standing = Standing()
         self.sequences = Sequences(wakeups or Wakeups())
-        self.questions = Questions(self._post)
+        self.held = HeldAdapters()
+        self.questions = Questions(self._post, self.held)
         self._hang_timeout_s = hang_timeout_s
         self._patience_s = patience_s
         self._check = check
@@ -109,7 +110,6 @@ class EngineChannel:
         self._wants_cache = False
         self._offers_blocks = False  # the same of its blocks
         self._block_events = block_events or BlockEvents()
-        self.held = HeldAdapters()
         self._on_adapters = on_adapters
         self.max_num_seqs = 0
         self.block_layout = b""  # see EngineMessage

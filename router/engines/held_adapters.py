@@ -79,11 +79,11 @@ class HeldAdapters:
     def report(self, adapters: engine_pb2.Adapters) -> None:
         self._set({each.name: Adapter.of(each) for each in adapters.held})
 
-    def change(self, *, gone: str = "", new: Adapter | None = None) -> None:
+    def change(self, adapter: Adapter, *, is_gone: bool) -> None:
         """Take over what an engine has answered, ahead of its report. Its first report has it."""
         if self.by_name is not None:
-            kept = {name: each for name, each in self.by_name.items() if name != gone}
-            self._set(kept if new is None else kept | {new.name: new})
+            kept = {name: each for name, each in self.by_name.items() if name != adapter.name}
+            self._set(kept if is_gone else kept | {adapter.name: adapter})
 
     def lose(self) -> None:
         self.limits, self.by_name, self._identities = None, None, frozenset()

@@ -18,7 +18,7 @@ from ..errors import (
     ResourceExhausted,
     Unavailable,
 )
-from .held_adapters import Adapter
+from .held_adapters import Adapter, HeldAdapters
 
 RETRY_FULL_S = 60.0  # no place gets free by itself: Pagoda's clients do not repeat a call after so long
 
@@ -27,16 +27,17 @@ class Questions:
     """Flushes of the prefix cache, step traces, and adapters to load and unload.
 
     post  sends a message. Raises Unavailable unless the engine is ready
+    held  what the engine holds, which follows its answers at once: its next report may be later than they are
     """
 
-    def __init__(self, post: Callable[[engine_pb2.RouterMessage], None]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[[engine_pb2.RouterMessage], None], held: HeldAdapters) -> None:
+        self._post, self._held = post, held
         self._flushes: list[asyncio.Future[int]] = []
         self._tracing = asyncio.Lock()  # one at a time: a trace may take megabytes
         self._next_trace = itertools.count()
         self._traces: dict[int, asyncio.Queue[engine_pb2.Trace | None]] = {}  # None: the engine is lost
         self._next_adapter = itertools.count()
-        self._adapters: dict[int, asyncio.Future[Adapter]] = {}
+        self._adapters: dict[int, tuple[engine_pb2.RouterMessage, asyncio.Future[Adapter]]] = {}
 
     async def flush_cache(self) -> int:
         """Empty the prefix cache; returns the blocks that it freed. Raises Unavailable unless the engine is ready."""
@@ -95,16 +96,19 @@ class Questions:
     async def _ask_for_adapter(self, number: int, message: engine_pb2.RouterMessage) -> Adapter:
         self._post(message)
         reply: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
-        self._adapters[number] = reply
+        self._adapters[number] = message, reply
         return await reply
 
     def adapter_answered(self, answer: engine_pb2.AdapterAnswer) -> None:
-        reply = self._adapters.pop(answer.number, None)
-        if reply is None or reply.done():
+        if answer.number not in self._adapters:
             return
+        asked, reply = self._adapters.pop(answer.number)
         if answer.HasField("adapter"):
-            reply.set_result(Adapter.of(answer.adapter))
-        else:
+            adapter = Adapter.of(answer.adapter)
+            self._held.change(adapter, is_gone=asked.HasField("unload_adapter"))
+            if not reply.done():
+                reply.set_result(adapter)
+        elif not reply.done():
             reply.set_exception(fault_of(answer.error))
 
     def lose(self) -> None:
@@ -113,7 +117,7 @@ class Questions:
             if not flush.done():
                 flush.set_exception(Unavailable("the engine was lost"))
         self._flushes.clear()
-        for reply in self._adapters.values():
+        for _, reply in self._adapters.values():
             if not reply.done():
                 reply.set_exception(Unavailable("the engine was lost"))
         self._adapters.clear()

@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class Process:
         self.held: dict[str, engine_pb2.Adapter] = {}
         self.channels: list[Channel] = []
         self.is_silent = False  # it reports no changes
+        self.delays = random.Random(0)
+        self.most_delay = self.load_time = 0  # turns of the event loop: of a message on its way, and of a load
+        self.turn = asyncio.Lock()  # questions are answered one by one
 
     def restart(self) -> None:
         for channel in self.channels:
@@ -59,6 +63,11 @@ class Process:
         for channel in () if self.is_silent else self.channels:
             if channel.is_ready:
                 asyncio.get_running_loop().call_soon(channel.report, self.epoch)
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 class Channel:
@@ -100,7 +109,10 @@ class Channel:
     async def load_adapter(
         self, name: str, path: str, *, is_pinned: bool = False, identity: bytes = b"", keeps_other: bool = False
     ) -> Adapter:
-        return Adapter.of(await self._ask(lambda: self._process.load(name, path, identity, keeps_other=keeps_other)))
+        def load() -> engine_pb2.Adapter:
+            return self._process.load(name, path, identity, keeps_other=keeps_other)
+
+        return await self._ask(load, self._process.load_time)
 
     async def unload_adapter(self, name: str) -> Adapter:
         def unload() -> engine_pb2.Adapter:
@@ -108,17 +120,22 @@ class Channel:
                 raise NotFound("no such adapter")
             return self._process.held.pop(name)
 
-        return Adapter.of(await self._ask(unload))
+        return await self._ask(unload, is_gone=True)
 
-    async def _ask(self, change: Callable[[], engine_pb2.Adapter]) -> engine_pb2.Adapter:
-        limits = self.held.limits
-        await asyncio.sleep(0)
-        if self.held.limits is not limits or limits is None:
-            raise Unavailable("the engine was lost")
-        try:
-            return change()
-        finally:
-            self._process.report()
+    async def _ask(self, change: Callable[[], engine_pb2.Adapter], takes: int = 0, *, is_gone: bool = False) -> Adapter:
+        limits, process = self.held.limits, self._process
+        await turns(1 + process.delays.randint(0, process.most_delay))
+        async with process.turn:
+            await turns(takes)
+            if self.held.limits is not limits or limits is None:
+                raise Unavailable("the engine was lost")
+            try:
+                adapter = Adapter.of(change())
+                self.held.change(adapter, is_gone=is_gone)
+            finally:
+                process.report()
+        await turns(process.delays.randint(0, process.most_delay))
+        return adapter
 
 
 class Known(Engines):
@@ -163,6 +180,22 @@ class World:
                 process.is_silent = False
                 process.report()
 
+    @contextlib.contextmanager
+    def slow(self, seed: int) -> Iterator[None]:
+        """Let messages take a few turns, which differ, and loads more than any of them."""
+        delays = random.Random(seed)
+        for process in self.processes:
+            process.delays, process.most_delay, process.load_time = delays, 3, 12
+        try:
+            yield
+        finally:
+            for process in self.processes:
+                process.most_delay = process.load_time = 0
+
+    async def after_a_while(self, change: Coroutine[Any, Any, Any]) -> Any:
+        await turns(self.processes[0].delays.randint(0, 40))
+        return await change
+
     async def settle(self) -> None:
         """Wait until nothing more happens."""
         for _ in range(3):
@@ -197,6 +230,8 @@ operations = st.lists(
     st.one_of(
         st.tuples(st.just("load"), st.integers(0, ROUTERS - 1), st.sampled_from(NAMES), st.sampled_from(PATHS)),
         st.tuples(st.just("load at once"), st.sampled_from(NAMES), st.permutations(PATHS)),
+        st.tuples(st.just("load and unload at once"), st.sampled_from(NAMES), st.sampled_from(PATHS), st.integers(0)),
+        st.tuples(st.just("replace at once"), st.sampled_from(NAMES), st.permutations(PATHS), st.integers(0)),
         st.tuples(st.just("load, and unload elsewhere"), st.sampled_from(NAMES), st.sampled_from(PATHS)),
         st.tuples(st.just("unload"), st.sampled_from(NAMES)),
         st.tuples(st.just("restart"), st.integers(0, ENGINES - 1)),
@@ -231,6 +266,21 @@ def test_routers_agree_and_engines_hold_what_names_mean_whatever_happens_in_turn
                     )
                     if was_free and any(isinstance(each, Adapter) for each in found):
                         assert [type(each) for each in found].count(AlreadyExists) == 1, found
+                case "load and unload at once":
+                    name, path, seed = arguments
+                    with world.slow(seed):
+                        loading = world.routers[0].load(name, path, is_pinned=False, replaces=True)
+                        await asyncio.gather(
+                            loading, world.after_a_while(world.routers[1].unload(name)), return_exceptions=True
+                        )
+                case "replace at once":
+                    name, paths, seed = arguments
+                    with world.slow(seed):
+                        loads = (
+                            world.after_a_while(router.load(name, path, is_pinned=False, replaces=True))
+                            for router, path in zip(world.routers, paths, strict=True)
+                        )
+                        await asyncio.gather(*loads, return_exceptions=True)
                 case "load, and unload elsewhere":
                     name, path = arguments
                     with contextlib.suppress(PagodaError), world.silent():
