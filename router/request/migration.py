@@ -95,14 +95,23 @@ class Migration:
         target = self._engines.pick(avoid=(self._source,), like=self._source.info, has_begun=True)
         if target.block_layout != self._source.block_layout:
             return None
-        for _ in range(MOST_ROUNDS):
+        is_copied = has_failed = False
+        for number in range(MOST_ROUNDS):
             before = self._num_tokens
-            for index in range(len(self._progress())):
-                if not await self._rehearse(index, target):
-                    return None
-            if self._num_tokens - before <= FEW * self._submit.sampling.n:
+            is_copied = await self._copied(target)
+            if not is_copied and (number == 0 or has_failed):
+                return None
+            has_failed |= not is_copied  # a later round may fail once: most of the stream is there already
+            if is_copied and self._num_tokens - before <= FEW * self._submit.sampling.n:
                 break
-        return target
+        return target if is_copied else None
+
+    async def _copied(self, target: EngineChannel) -> bool:
+        """Have the target compute all sequences as far as they exist; return whether it has done so."""
+        for index in range(len(self._progress())):
+            if not await self._rehearse(index, target):
+                return False
+        return True
 
     @property
     def _num_tokens(self) -> int:

@@ -45,6 +45,7 @@ class Engine(test_failover.Engine):
     address: str = ""
     block_layout: bytes = b"layout"
     ends: int | None = engine_pb2.END_REASON_LENGTH
+    fails: tuple[int, ...] = ()  # rehearsals that are late, counted from 0
     is_lost: bool = False
     asked: list[tuple[engine_pb2.Submit, Asked, Stream]] = field(default_factory=list)
     meanwhile: Callable[[], None] = lambda: None  # called while a rehearsal is computed
@@ -54,7 +55,8 @@ class Engine(test_failover.Engine):
         return not self.takes_requests
 
     def submit(self, submit: engine_pb2.Submit, asked: Asked) -> Stream:
-        stream = Stream(self.ends, is_lost=self.is_lost)
+        ends = engine_pb2.END_REASON_DEADLINE if len(self.asked) in self.fails else self.ends
+        stream = Stream(ends, is_lost=self.is_lost)
         self.asked.append((submit, asked, stream))
         self.meanwhile()
         return stream
@@ -96,6 +98,26 @@ async def test_a_stream_is_copied_again_until_it_is_a_few_tokens_ahead(grows: li
     assert found is target
     lengths = [len(submit.outputs[0].ids) for submit, _, _ in target.asked]
     assert lengths == [1 + sum(grows[:at]) for at in range(num_rounds)], "each round has what has come since"
+
+
+@pytest.mark.parametrize(
+    ("grows", "fails", "moves"),
+    [
+        ([30, 8, 8], (1,), True),
+        ([30], (0,), False),
+        ([30, 30, 30], (1, 2), False),
+        ([30] * migration.MOST_ROUNDS, (migration.MOST_ROUNDS - 1,), False),
+    ],
+    ids=["a later one", "the first one", "two", "the last one"],
+)
+async def test_one_copy_may_fail_unless_it_is_the_first_or_the_last(
+    grows: list[int], fails: tuple[int, ...], moves: bool
+) -> None:
+    ids, rest = array("I", [4]), iter(grows)
+    target = Engine(fails=fails, meanwhile=lambda: ids.extend([6] * next(rest)))
+    found, _ = await due(Engine(says_goodbye=True), target, progress=[ids, None])
+    assert (found is target) == moves
+    assert len(target.asked) == len(grows)
 
 
 async def test_a_sequence_keeps_its_own_seed() -> None:
