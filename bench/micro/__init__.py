@@ -9,6 +9,7 @@ guided       what a grammar costs per step, and what forced tokens save
 migration    how long streams pause that move from one engine to another
 replacements  streams that break when a server is replaced, beside llama.cpp's
 resume       restarting a preempted sequence: recomputed, or loaded from host memory
+roles        ITL of streams beside long prompts that another engine computes
 router       capacity of a router process, and what it adds to TTFT and ITL
 speculation  what drafts gain one stream, and cost many
 step         milliseconds of the default model's steps
