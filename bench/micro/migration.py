@@ -3,6 +3,8 @@
 All streams run on one engine, which has computed their prompts before. A second one joins, and the first one gets
 SIGTERM. In turns, the streams move with their blocks, or the first engine ends at once and the second one computes them
 again. The pause of a stream is its longest gap between two messages from then on.
+
+With --store, the first engine keeps the prompts' blocks in a file, and need not compute them in the next run.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from typing import Annotated
 import grpc
 import typer
 
+from bench.micro.kv_store import wait_for_file
 from bench.processes import spawned
 from bench.systems import served
 from pagoda.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-KINDS = {"moved": "--host-kv-gb 0.5 --grace-s 600", "computed again": "--grace-s 0.01"}
+KINDS = {"moved": "--host-kv-gb 0.5 --grace-s 600", "computed again": "--host-kv-gb 0.5 --grace-s 0.01"}
 BEGUN = 4  # tokens of each stream before the engine is asked to end
 VOCAB_SIZE = 40_000  # ids below it are drawn
 AFTER = 40  # tokens of each stream after all have moved
@@ -40,10 +43,14 @@ def main(
     turns: Annotated[int, typer.Option(help="Turns of each kind.")] = 2,
     model: Annotated[str, typer.Option(help="Model to serve.")] = "smollm2-135m-instruct",
     options: Annotated[str, typer.Option(help="The engines' options.")] = "--kv-cache-gb 2.4 --max-num-seqs 64",
+    kinds: Annotated[list[str], typer.Option("--kind", help="Kinds to measure.")] = list(KINDS),  # noqa: B006 (it is read)
+    store: Annotated[str, typer.Option(help="Folder for the prompts' blocks.")] = "",
 ) -> None:
+    first = ["--kv-store", store] if store else []
     for turn in range(turns):
-        for kind, own in KINDS.items():
-            pauses, before, ended_s = measure(model, [*options.split(), *own.split()], streams, tokens)
+        for kind in kinds:
+            both = [*options.split(), *KINDS[kind].split()]
+            pauses, before, ended_s = measure(model, both, first, streams, tokens)
             print(
                 f"turn {turn}, {kind}: pause {describe(pauses)}; ITL before {describe(before)}; "
                 f"the engine ended after {ended_s:.1f} s",
@@ -57,16 +64,18 @@ def describe(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.3f} s in the median, {p99:.3f} s at p99, {seconds[-1]:.3f} s at most"
 
 
-def measure(model: str, options: list[str], streams: int, tokens: int) -> tuple[list[float], list[float], float]:
+def measure(
+    model: str, options: list[str], first_options: list[str], streams: int, tokens: int
+) -> tuple[list[float], list[float], float]:
     """Return the streams' pauses, the gaps between messages before, and the seconds until the engine has ended."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         addresses = [f"unix:{folder}/{name}.sock" for name in ("first", "second")]
         members = Path(folder, "engines")
         listed(members, addresses[:1])
-        command = [sys.executable, "-m", "pagoda_server.engine", "--model", model, *options, "--listen"]
+        command = [sys.executable, "-m", "pagoda_server.engine", "--model", model, *options]
         first, _ = (
-            stack.enter_context(spawned([*command, each], Path(folder, f"log{at}")))
-            for at, each in enumerate(addresses)
+            stack.enter_context(spawned([*command, *own, "--listen", each], Path(folder, f"log{at}")))
+            for at, (each, own) in enumerate(zip(addresses, (first_options, []), strict=True))
         )
         server = stack.enter_context(served(["--model", model, "--engine", f"file:{members}"]))
         ended_at = 0.0
@@ -82,6 +91,11 @@ def measure(model: str, options: list[str], streams: int, tokens: int) -> tuple[
                 ended_at = time.monotonic()
             return bool(ended_at)
 
+        asyncio.run(compute(server.address, streams, tokens))
+        if first_options:  # what a second request finds goes to the file
+            asyncio.run(compute(server.address, streams, tokens))
+            with grpc.insecure_channel(server.address) as channel:
+                wait_for_file(channel)
         times, asked_at = asyncio.run(run(server.address, streams, tokens, leave, has_ended))
     gaps = [[(one, later - one) for one, later in itertools.pairwise(each)] for each in times]
     pauses = [max(gap for at, gap in each if at + gap > asked_at) for each in gaps]
@@ -107,6 +121,24 @@ async def until(happens: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
+def ask(inference: inference_pb2_grpc.InferenceStub, at: int, tokens: int, max_tokens: int) -> grpc.aio.UnaryStreamCall:
+    draw = random.Random(at)
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[draw.randrange(VOCAB_SIZE) for _ in range(tokens)]),
+        sampling=inference_pb2.Sampling(temperature=0),
+        stopping=inference_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True),
+    )
+    return inference.Generate(request)
+
+
+async def compute(address: str, streams: int, tokens: int) -> None:
+    """Have all prompts computed. Without streams beside it, a prompt gets whole steps."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        for at in range(streams):
+            async for _ in ask(inference_pb2_grpc.InferenceStub(channel), at, tokens, 1):
+                pass
+
+
 async def run(
     address: str, streams: int, tokens: int, leave: Callable[[], None], has_ended: Callable[[], bool]
 ) -> tuple[list[list[float]], float]:
@@ -115,24 +147,11 @@ async def run(
     async with grpc.aio.insecure_channel(address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
 
-        def ask(at: int, max_tokens: int) -> grpc.aio.UnaryStreamCall:
-            draw = random.Random(at)
-            request = inference_pb2.GenerateRequest(
-                token_ids=inference_pb2.TokenIds(ids=[draw.randrange(VOCAB_SIZE) for _ in range(tokens)]),
-                sampling=inference_pb2.Sampling(temperature=0),
-                stopping=inference_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True),
-            )
-            return inference.Generate(request)
-
         async def read(at: int) -> None:
             with contextlib.suppress(asyncio.CancelledError):
-                async for response in ask(at, 1000):
+                async for response in ask(inference, at, tokens, 1000):
                     if response.tokens.tokens:
                         times[at].append(time.monotonic())
-
-        for at in range(streams):  # without streams beside it, a prompt gets whole steps
-            async for _ in ask(at, 1):
-                pass
 
         tasks = [asyncio.create_task(read(at)) for at in range(streams)]
         await until(lambda: min(map(len, times)) >= BEGUN)
