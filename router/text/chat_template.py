@@ -140,17 +140,17 @@ class ChatTemplate:
         self._max_bytes = max_bytes
         first_request = json.dumps([source, variables, max_bytes]).encode()
         try:
-            self._processes = [_TemplateProcess(first_request) for _ in range(NUM_PROCESSES)]
-            answers = [process.compile() for process in self._processes]
+            # The others start when conversations are first rendered beside each other: a start has no core for them.
+            first, *others = self._processes = [_TemplateProcess(first_request) for _ in range(NUM_PROCESSES)]
+            answer = first.start()
         except _LimitExceeded as error:
             raise ConfigError(f"the model's chat template does not compile: it {error}") from error
         except OSError as error:
             raise ConfigError(f"no process can be started for the model's chat template: {error.strerror}") from error
-        answer = answers[0]
         if answer.startswith(FAILED):
             raise ConfigError(f"the model's chat template does not compile: {quoted(answer[1:].decode())}")
         self._idle: queue.LifoQueue[_TemplateProcess] = queue.LifoQueue()
-        for process in self._processes:
+        for process in (*others, first):  # the last one is taken first
             self._idle.put(process)
         names, taken = map(set, json.loads(answer[1:]))
         self._reserved = {"messages", "tools", "add_generation_prompt", *variables, *taken}
@@ -221,16 +221,27 @@ class _Killed(_LimitExceeded):
 
 
 class _TemplateProcess:
-    """A process that holds the compiled template. It is started again on the next request after it has ended."""
+    """A process that holds the compiled template. It is started on the next request, again after it has ended."""
 
     def __init__(self, first_request: bytes) -> None:
-        """Start the process, and leave it to compile. Raises OSError."""
         self._first_request = first_request
         self._is_closed = False
-        self._start()
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self) -> bytes:
-        """Return the answer to the first request. Raises _LimitExceeded."""
+    def start(self) -> bytes:
+        """Start the process, and return the answer to the first request. Raises _LimitExceeded, OSError."""
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(WALL_S)
+        # A child of subprocess.Popen comes from vfork, which runs no fork handlers: gRPC's would fail here.
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", template_process.__name__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=environment_without_secrets() | {"LC_ALL": "C"},  # other locales take address space
+                process_group=0,  # a terminal's Ctrl-C does not reach it
+            )
+        self._end = weakref.finalize(self, _end, self._process, self._channel)
         return self._exchange(self._first_request)
 
     def ask(self, request: bytes) -> bytes:
@@ -244,46 +255,33 @@ class _TemplateProcess:
 
     def kill(self) -> None:
         self._is_closed = True
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     def _ask(self, request: bytes) -> bytes:
-        if self._process.poll() is not None:  # after the last request, or before this one
-            self._end()
-            self._start()
-            self.compile()
+        if self._process is None or self._process.poll() is not None:  # after the last request, or before this one
+            if self._process is not None:
+                self._end()
+            self.start()
         return self._exchange(request)
-
-    def _start(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        self._channel.settimeout(WALL_S)
-        # A child of subprocess.Popen comes from vfork, which runs no fork handlers: gRPC's would fail here.
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", template_process.__name__],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=environment_without_secrets() | {"LC_ALL": "C"},  # other locales take address space
-                process_group=0,  # a terminal's Ctrl-C does not reach it
-            )
-        self._end = weakref.finalize(self, _end, self._process, self._channel)
 
     def _exchange(self, request: bytes) -> bytes:
         try:
             write_frame(self._channel, request)
             return read_frame(self._channel)
         except (OSError, EOFError) as error:
-            self._end()
-            exit_code = self._process.returncode
+            exit_code: int = self._end() or 0
             was_killed = exit_code == -signal.SIGKILL and not isinstance(error, TimeoutError)
             raise (_Killed if was_killed else _LimitExceeded)(_describe(exit_code, error)) from error
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> int:
+    """Return the exit code."""
     channel.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0.1)  # the socket's end makes it exit, and an exit code of its own says more than a kill
     process.kill()
-    process.wait()
+    return process.wait()
 
 
 def _describe(exit_code: int, error: Exception) -> str:

@@ -96,6 +96,7 @@ def test_others_are_served_while_templates_run_away(server: Server) -> None:
         return str(refused.value)
 
     with ThreadPoolExecutor(6) as threads, Client(server.address) as client:
+        assert client.tokenize(message="fine") == list(b"fine")
         hostile = [threads.submit(runs_away, at) for at in range(6)]
         wait_until_busy(server)
         for _ in range(20):
@@ -145,23 +146,28 @@ def test_a_template_process_knows_no_secret_and_no_descriptor(tmp_path: Path, mo
         while not server.engines() and time.monotonic() < deadline:
             time.sleep(0.02)
         children = psutil.Process(server.process.pid).children()
-        assert len(children) == 3
+        assert len(children) == 2
         for child in children:
             assert not [value for value in child.environ().values() if value.startswith("hidden-")], child.cmdline()
         for process in template_processes(server):
             assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
 
 
-def test_template_processes_end_with_their_router(tmp_path: Path) -> None:
+def test_a_second_template_process_starts_when_it_is_needed_and_both_end_with_their_router(tmp_path: Path) -> None:
     folder = model_with(LOOP, tmp_path / "model")
     with running_server("--model", str(folder)) as server:
-        processes = template_processes(server)
-        assert len(processes) == 2
-        asking = threading.Thread(target=ask_in_vain, args=(server,))
-        asking.start()
+        assert len(template_processes(server)) == 1
+        asking = [threading.Thread(target=ask_in_vain, args=(server,)) for _ in range(2)]
+        for each in asking:
+            each.start()
         wait_until_busy(server)
+        deadline = time.monotonic() + 60
+        while len(processes := template_processes(server)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         server.process.kill()
-        asking.join()
+        for each in asking:
+            each.join()
         _, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive
 
