@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b, sha256
 
 STRIDE = 64  # tokens
+_STRIDE_BYTES = 4 * STRIDE
 
 IDENTITY_BYTES = 32  # of an adapter: a SHA-256
 _EMPTY = blake2b(digest_size=8)  # copied for each key: to make one takes longer
@@ -41,10 +42,11 @@ def stride_keys(previous: int, tokens: Sequence[int]) -> list[int]:
     tokens  ids below 2**32
     """
     content = struct.pack(f"<{len(tokens)}I", *tokens)  # in half of an array's time
-    size = 4 * STRIDE
+    content = content[: len(content) // _STRIDE_BYTES * _STRIDE_BYTES]
     key, digests = previous.to_bytes(8, "little"), []
-    for start in range(0, len(content) - size + 1, size):
+    for (stride,) in struct.iter_unpack(f"{_STRIDE_BYTES}s", content):
         digest = _EMPTY.copy()
-        digest.update(key + content[start : start + size])
+        digest.update(key)
+        digest.update(stride)
         digests.append(key := digest.digest())
     return list(struct.unpack(f"<{len(digests)}Q", b"".join(digests)))
