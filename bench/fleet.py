@@ -24,8 +24,9 @@ from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.strides import STRIDE
 from pagoda_server.engine.kv.blocks import EvictionOrder
-from pagoda_server.router.engines.cached_keys import CachedBits, CachedKeys
-from pagoda_server.router.engines.choosing import Asked, Automatic, ByHash, Chooser, LeastLoaded
+from pagoda_server.router.engines.cached_keys import CachedKeys
+from pagoda_server.router.engines.choosing import Asked, Automatic, ByHash, Candidates, Chooser, LeastLoaded
+from pagoda_server.router.engines.table import EngineTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +168,17 @@ class Engine:
 class View:
     """What one router knows of an engine: as of a while ago, and what it has sent itself."""
 
-    def __init__(self, engine: Engine, cached_bits: CachedBits, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, table: EngineTable, clock: Callable[[], float]) -> None:
         machine = engine.machine
         self.engine = engine
         self.name = self.address = engine.name
         self.block_layout = b""  # engines fetch nothing from each other
-        self.max_num_seqs = machine.max_num_seqs
+        self._table = table
+        self.row = table.take_row()
+        table.set_batch(self.row, machine.max_num_seqs)
         self._prefill_tokens_per_s = machine.token_budget / (machine.base_s + machine.token_s * machine.token_budget)
         info = control_pb2.EngineInfo(kv_cache={"num_blocks": machine.num_strides, "block_size": STRIDE})
-        self.cached = CachedKeys(info, cached_bits, clock)
+        self.cached = CachedKeys(info, table.cached, self.row, clock)
         self.cached.take_snapshot(engine_pb2.CacheSnapshot(is_first=True, is_last=True))
         self.num_own = self._own_uncomputed = self._num_deltas = self._num_taken = 0
         self._pending: dict[Request, int] = {}
@@ -185,9 +188,10 @@ class View:
     def num_sequences(self) -> int:
         return self.num_own + self._num_others
 
-    @property
-    def outlook(self) -> tuple[int, int, float]:
-        return self.num_sequences, self._own_uncomputed + self._others_uncomputed, self._prefill_tokens_per_s
+    def report(self) -> None:
+        """Enter what is known now into the table."""
+        num_uncomputed = self._own_uncomputed + self._others_uncomputed
+        self._table.update(self.row, self.num_sequences, num_uncomputed, self._prefill_tokens_per_s)
 
     def send(self, request: Request, asked: Asked) -> None:
         self.num_own += 1
@@ -254,7 +258,7 @@ def simulate(
     now = 0.0
     engines = [Engine(f"engine-{at}", machine or Machine()) for at in range(num_engines)]
     choosers = [rule() for _ in range(num_routers)]
-    routers = [(each, [View(engine, each.cached, lambda: now) for engine in engines]) for each in choosers]
+    routers = [(each, [View(engine, each.table, lambda: now) for engine in engines]) for each in choosers]
     events: list[tuple[float, int, object]] = []
     numbers = itertools.count()
     served = list(requests)
@@ -270,7 +274,9 @@ def simulate(
         if isinstance(event, Request):
             chooser, views = next(turns)
             asked = AskedKeys(event)
-            chooser.choose(views, asked).send(event, asked)
+            for view in views:
+                view.report()
+            chooser.choose(Candidates(views), asked).send(event, asked)
         elif isinstance(event, Engine):
             before = event.num_served
             idle = not event.waiting and not event.running

@@ -248,12 +248,12 @@ class Driver:
         raise ValueError(f"this driver does not know the command {command[:40]!r}")
 
     def _status(self) -> dict[str, Any]:
-        loads = {channel.name: channel.outlook for channel in self._fleet.channels}
+        loads = {channel.name: load_of(channel) for channel in self._fleet.channels}
         engines = [
             _described(each)
             | {
-                "sequences": loads.get(each.name, (0, 0, 0.0))[0],
-                "uncomputed_tokens": loads.get(each.name, (0, 0, 0.0))[1],
+                "sequences": loads[each.name].num_sequences if each.name in loads else 0,
+                "uncomputed_tokens": loads[each.name].uncomputed_tokens if each.name in loads else 0,
             }
             for each in _in_order(self.engines.values())
         ]
@@ -287,6 +287,7 @@ def _described(placed: Placed) -> dict[str, Any]:
 
 def load_of(channel: EngineChannel) -> Load:
     """What an engine has last said of its load."""
-    num_sequences, uncomputed_tokens, prefill_tokens_per_s = channel.outlook
-    steps = channel.sequences.load.steps
-    return Load(num_sequences, channel.max_num_seqs, uncomputed_tokens, prefill_tokens_per_s, steps)
+    load = channel.sequences.load
+    return Load(
+        channel.num_sequences, channel.max_num_seqs, channel.num_uncomputed, load.prefill_tokens_per_s, load.steps
+    )

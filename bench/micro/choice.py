@@ -1,7 +1,7 @@
 """What processor time it costs a router to choose an engine by what they have cached: `python -m bench.micro.choice`.
 
-Half of the prompts have a beginning that every engine has cached, to a depth of its own; the others are new. Then the
-engines report what changes in their caches.
+Half of the prompts are those of which every engine has a beginning cached, to a depth of its own; each of the others is
+new. Then the engines report what changes in their caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagoda_server.router.engines.channel import EngineChannel
 from pagoda_server.router.engines.choosing import Asked, ByPrefix
 from pagoda_server.router.engines.fleet import Fleet, Member
 
-NUM_PROMPTS = 150
+NUM_PROMPTS = 75  # that are asked again and again
 KEYS_A_SECOND = 26_000  # that all engines report
 KEYS_A_REPORT = 64  # an engine has four reports a second; half of them stored, half evicted
 INFO = control_pb2.EngineInfo(max_num_seqs=64, kv_cache={"num_blocks": 1 << 16, "block_size": 16})
@@ -39,13 +39,14 @@ async def fleet_of(num_engines: int, rng: random.Random) -> Fleet:
     chooser = ByPrefix(rng)
 
     def connect(member: Member, number: int) -> EngineChannel:
-        return EngineChannel(member.address, hang_timeout_s=60, on_change=_nothing, cached_bits=chooser.cached)
+        return EngineChannel(member.address, hang_timeout_s=60, on_change=_nothing, table=chooser.table)
 
     fleet = Fleet(connect, chooser)
     for at in range(num_engines):
         fleet.join(Member(str(at), f"127.0.0.1:{at}"))
     for channel in fleet.channels:
-        channel.info, channel.max_num_seqs = INFO, INFO.max_num_seqs
+        channel.info = INFO
+        chooser.table.set_batch(channel.row, INFO.max_num_seqs)
         load = control_pb2.EngineLoad(
             running=rng.randrange(40), uncomputed_tokens=rng.randrange(4000), prefill_tokens_per_s=5000.0
         )
@@ -58,7 +59,7 @@ def fill(fleet: Fleet, prompts: list[list[int]], keys_each: int, rng: random.Ran
     held = []
     chains = [Asked(prompt).keys() for prompt in prompts]
     for channel in fleet.channels:
-        channel.cached = CachedKeys(INFO, fleet.chooser.cached)
+        channel.cached = CachedKeys(INFO, fleet.chooser.table.cached, channel.row)
         keys = [key for chain in chains for key in chain[: rng.randrange(1, len(chain))]]
         keys += [rng.getrandbits(63) for _ in range(keys_each - len(keys))]
         channel.cached.take_snapshot(engine_pb2.CacheSnapshot(keys=keys, is_first=True, is_last=True))
@@ -100,12 +101,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--choices", type=int, default=2000)
     args = parser.parse_args(argv)
     rng = random.Random(1)
-    prompts = [[rng.randrange(50_000) for _ in range(args.tokens)] for _ in range(NUM_PROMPTS)]
+    prompts = [rng.choices(range(50_000), k=args.tokens) for _ in range(NUM_PROMPTS)]
     fleet = asyncio.run(fleet_of(args.engines, rng))
-    held = fill(fleet, prompts[: NUM_PROMPTS // 2], args.keys, rng)
+    held = fill(fleet, prompts, args.keys, rng)
     seconds = []
-    for _ in range(args.choices):
-        asked = Asked(array("I", rng.choice(prompts)).tolist())  # new numbers, as a tokenizer has just made them
+    for number in range(args.choices):
+        prompt = rng.choice(prompts) if number % 2 else rng.choices(range(50_000), k=args.tokens)
+        asked = Asked(array("I", prompt).tolist())  # new numbers, as a tokenizer has just made them
         seconds.append((timed(asked.keys), timed(lambda asked=asked: fleet.pick(asked=asked))))  # type: ignore[misc]
     keys, choices = np.array(seconds).T
     print(f"{args.engines} engines, prompts of {args.tokens} tokens, milliseconds at p50 and p99")

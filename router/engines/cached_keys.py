@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain, repeat
+from operator import and_
 
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
@@ -18,29 +20,22 @@ MOST_EXPECTED = 1 << 16  # keys
 
 
 class CachedBits:
-    """The engines that have each key cached: one bit an engine, so that one look-up finds all of them."""
+    """The engines that have each key cached: one bit an engine, so that one look-up finds all of them.
+
+    reporting  the bits of the engines that report what they have cached
+    """
 
     def __init__(self) -> None:
+        self.reporting = 0
         self._bits: dict[int, int] = {}  # key → its engines
-        self._taken = 0
 
     def __len__(self) -> int:
         return len(self._bits)
 
-    def take_place(self) -> int:
-        """Return the number of the lowest bit that no engine has."""
-        place = (~self._taken & (self._taken + 1)).bit_length() - 1
-        self._taken |= 1 << place
-        return place
-
-    def give_back(self, place: int) -> None:
-        """Let another engine have the bit. No key may have it any more."""
-        self._taken ^= 1 << place
-
     def set(self, keys: Iterable[int], bit: int) -> None:
         bits = self._bits
         for key in keys:
-            bits[key] = bits.get(key, 0) | bit
+            bits[key] = bits[key] | bit if key in bits else bit  # most keys share this number with others of the engine
 
     def clear(self, keys: Iterable[int], bit: int) -> None:
         bits = self._bits
@@ -50,25 +45,23 @@ class CachedBits:
             else:
                 bits.pop(key, None)
 
-    def num_cached(self, keys: Sequence[int]) -> list[int]:
-        """Count the leading keys that each engine has, by its place. No count: no engine has any."""
+    def num_cached(self, keys: Sequence[int], num_rows: int) -> list[int]:
+        """Count the leading keys that the engine in each row has. No count: no engine has any."""
         bits = self._bits
         left = bits.get(keys[0], 0) if keys else 0
         if not left:
             return []
-        found = [0] * self._taken.bit_length()
-        for count, key in enumerate(keys):
-            now = left & bits.get(key, 0)
-            while left != now:  # the engines that end here
-                place = (left ^ now).bit_length() - 1
-                found[place] = count
-                left ^= 1 << place
-            if not left:
-                return found
-        while left:
-            place = left.bit_length() - 1
-            found[place] = len(keys)
-            left ^= 1 << place
+        found = [0] * num_rows
+        holders = accumulate(map(bits.get, keys, repeat(0)), and_)
+        for count, now in enumerate(chain(holders, (0,))):
+            if ended := left ^ now:  # the engines that have no more
+                while ended:
+                    row = ended.bit_length() - 1
+                    found[row] = count
+                    ended ^= 1 << row
+                if not now:
+                    break
+                left = now
         return found
 
 
@@ -77,18 +70,18 @@ class CachedKeys:
 
     One costs about 240 bytes, and 90 an engine if many engines have it.
 
-    most   keys that the cache can hold
-    place  that of the engine in `all_bits`, until `close`
+    row   the engine's bit in `all_bits`
+    most  keys that the cache can hold
     """
 
     def __init__(
-        self, info: control_pb2.EngineInfo, all_bits: CachedBits, clock: Callable[[], float] = time.monotonic
+        self, info: control_pb2.EngineInfo, all_bits: CachedBits, row: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         cache = info.kv_cache
         self.most = min(cache.num_blocks * max(1, -(-cache.block_size // STRIDE)), MOST_KEYS)
-        self.place = all_bits.take_place()
-        self._bit = 1 << self.place
+        self._bit = 1 << row
         self._all_bits = all_bits
+        all_bits.reporting |= self._bit
         self._clock = clock
         self._held: set[int] = set()
         self._number: int | None = None  # of the last delta; None: a snapshot is not complete
@@ -143,4 +136,4 @@ class CachedKeys:
     def close(self) -> None:
         """Take the engine's keys out: it has been lost."""
         self._all_bits.clear(self._held | self._expected, self._bit)
-        self._all_bits.give_back(self.place)
+        self._all_bits.reporting &= ~self._bit

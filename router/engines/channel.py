@@ -20,7 +20,7 @@ from ...runtime.restarts import PROVEN_S
 from ...settings.engine import Role
 from ..errors import EngineLost, Unavailable
 from .block_events import BlockEvents
-from .cached_keys import CachedBits, CachedKeys
+from .cached_keys import CachedKeys
 from .choosing import Asked
 from .connection import Connection, EngineHangs
 from .group import Identity, may_continue
@@ -30,6 +30,7 @@ from .questions import Questions
 from .refusals import InvalidMessage, Standing, WrongEngine
 from .sequences import Sequences
 from .stream import EngineStream, Wakeups
+from .table import EngineTable
 from .transport import Transport, transport_to
 
 log = logging.getLogger("pagoda.router")
@@ -60,7 +61,7 @@ class EngineChannel:
     is_supervised   whether this server starts the engine again by itself: it is tried again at once
     wakeups         wakes the streams of this and other channels; None: of this one alone
     trust           what guards the channel at HOST:PORT; None: nothing
-    cached_bits     what all engines have cached; None: nothing is compared with this one
+    table           what is known of all engines; None: nothing is compared with this one
     block_events    takes the blocks that the engine has cached, once it is asked for them; None: nobody asks
     on_adapters     called when the engine reports which adapters it holds
     """
@@ -80,7 +81,7 @@ class EngineChannel:
         is_supervised: bool = False,
         wakeups: Wakeups | None = None,
         trust: ChannelTrust | None = None,
-        cached_bits: CachedBits | None = None,
+        table: EngineTable | None = None,
         block_events: BlockEvents | None = None,
         on_adapters: Callable[[EngineChannel], Awaitable[None]] | None = None,
     ) -> None:
@@ -95,7 +96,9 @@ class EngineChannel:
         self.identity: Identity | None = None  # that of the engine which was about to be ready last
         self.identified_at = -math.inf
         self.standing = Standing()
-        self.sequences = Sequences(wakeups or Wakeups())
+        self._table = EngineTable() if table is None else table
+        self.row = self._table.take_row()
+        self.sequences = Sequences(wakeups or Wakeups(), self._table, self.row)
         self.held = HeldAdapters()
         self.questions = Questions(self._post, self.held)
         self._hang_timeout_s = hang_timeout_s
@@ -111,11 +114,9 @@ class EngineChannel:
         self._offers_blocks = False  # the same of its blocks
         self._block_events = block_events or BlockEvents()
         self._on_adapters = on_adapters
-        self.max_num_seqs = 0
         self.block_layout = b""  # see EngineMessage
         self.role: Role = "both"  # what it is for
         self.cached: CachedKeys | None = None  # while it reports that
-        self._cached_bits = CachedBits() if cached_bits is None else cached_bits
         self._trust = trust
         self._away_since = time.monotonic()
         self._last_absence_s = 0.0
@@ -161,17 +162,25 @@ class EngineChannel:
     @property
     def num_sequences(self) -> int:
         """The sequences in the engine, those of other routers included."""
-        return self.sequences.outlook[0]
+        return self._table.num_sequences[self.row]
 
     @property
-    def outlook(self) -> tuple[int, int, float]:
-        """What `Sequences` calls so."""
-        return self.sequences.outlook
+    def num_uncomputed(self) -> int:
+        """Prompt tokens that the engine still has to compute, those of other routers included."""
+        return self._table.num_uncomputed[self.row]
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._table.max_num_seqs[self.row]
 
     @property
     def label(self) -> str:
         """The engine in a line of the log."""
         return self.address if self.name == self.address or self.name.isdigit() else f"{self.address} ({self.name})"
+
+    def close(self) -> None:
+        """Leave the table. The channel does not run any more."""
+        self._table.give_back(self.row)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -260,7 +269,11 @@ class EngineChannel:
         has_greeted = False
         try:
             connection = Connection(
-                await transport.connect(), self.label, self._hang_timeout_s, lambda: len(self.sequences) > 0
+                await transport.connect(),
+                self.label,
+                self._hang_timeout_s,
+                is_waited_for=lambda: len(self.sequences) > 0,
+                on_suspect=self._table.changed,
             )
             try:
                 await self._converse(connection)
@@ -354,7 +367,7 @@ class EngineChannel:
                     self.questions.flushed(message.cache_flushed)
                 case "cache_snapshot" if hello is not None and self._wants_cache:
                     if self.cached is None:
-                        self.cached = CachedKeys(hello, self._cached_bits)
+                        self.cached = CachedKeys(hello, self._table.cached, self.row)
                     self.cached.take_snapshot(message.cache_snapshot)
                 case "cache_delta" if self.cached is not None:
                     if not self.cached.take_delta(message.cache_delta):
@@ -378,6 +391,7 @@ class EngineChannel:
         self._offers_cache, self._offers_blocks = message.follows_cache, message.follows_blocks
         self.block_layout, self.role = message.block_layout, _ROLES.get(message.role, "both")
         self._connection = connection
+        self._table.changed()
         connection.greeted(answers_pings=message.answers_pings)
         self._ask_for_cache()
         self.ask_for_blocks()
@@ -389,7 +403,9 @@ class EngineChannel:
         if self._admit is not None:
             await self._admit(self)
         self._log_ready(info)
-        self.info, self.max_num_seqs, self.standing.refused = info, info.max_num_seqs, ""
+        self.info, self.standing.refused = info, ""
+        self._table.set_batch(self.row, info.max_num_seqs)
+        self._table.changed()
         self._last_absence_s = time.monotonic() - self._away_since
         self.has_been_ready = True
         await self._on_change()
@@ -398,6 +414,7 @@ class EngineChannel:
         if not self.says_goodbye:
             log.info("the engine at %s says goodbye: %d sequences run on", self.label, len(self.sequences))
             self.says_goodbye, self._away_since = True, time.monotonic()
+            self._table.changed()
             await self._on_change()
 
     def _log_ready(self, info: control_pb2.EngineInfo) -> None:
@@ -414,6 +431,7 @@ class EngineChannel:
         """Fail every request, flush and trace of a stream that has closed: first, so that no later fault keeps them."""
         was_ready, info, self.info, self._connection = self.is_ready, self.info, None, None
         has_left, self.says_goodbye = self.says_goodbye, False
+        self._table.changed()
         self.sequences.lose(lambda: EngineLost(info, has_left=has_left))
         self.questions.lose()
         if was_ready:

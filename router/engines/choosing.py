@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from random import Random
 from typing import Protocol, TypeVar
@@ -17,18 +18,16 @@ from pagoda.engine.v1 import engine_pb2
 
 from ...channel.strides import STRIDE, chain_root, first_key, stride_keys
 from ...settings.router import ChoiceName
-from .cached_keys import CachedBits, CachedKeys
+from .table import EngineTable
 
 HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one engine: as long as most system prompts
 WARM = 0.5  # the part of a prompt that must be cached for an engine to be preferred
 # How much later a first token may come from an engine that has the prompt cached: two seconds or, if more, three
 # for each second for which the other engine would compute what is cached here.
 PATIENCE_S, PATIENCE_PER_SAVED_S = 2.0, 3.0
-FULL_S, QUEUE_S = 1.0, 10.0  # what a full batch costs, and a queue as long as the batch
-# It has no more sequences than the engine with the fewest, times this, and this part of its own batch more, or a few.
-MOST_TO_FEWEST, SLACK_PART, SLACK = 1.2, 0.25, 6
+MOST_TO_FEWEST = 1.2  # it has no more sequences than the engine with the fewest, times this, and its slack more
 NEAR_S = 0.005  # predictions that differ by less are equal
-LEAST_LENT = 4 * STRIDE  # tokens that an engine fetches from another one: fewer are computed as fast
+LEAST_LENT = 4  # strides that an engine fetches from another one: fewer are computed as fast
 UNKNOWN_RATE = 10_000.0  # prompt tokens a second, while no engine knows its own
 MOST_ABOVE_MEAN = 1.25  # times the mean number of sequences: an engine that has more gets no prompt by its hash
 
@@ -36,17 +35,17 @@ MOST_ABOVE_MEAN = 1.25  # times the mean number of sequences: an engine that has
 class Engine(Protocol):
     """What a rule reads of an engine.
 
+    row            that it has in the chooser's table
     num_sequences  in it, those of other routers included
-    max_num_seqs   that it computes at once
-    cached         what its prefix cache holds; None: it does not report that
     address        where it listens
     block_layout   engines that have the same can fetch each other's blocks; empty: it fetches and lends none
-    outlook        its num_sequences, the prompt tokens that it still has to compute, and how many of these it computes
-                   in a second; 0: unknown
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def row(self) -> int: ...
 
     @property
     def address(self) -> str: ...
@@ -57,17 +56,32 @@ class Engine(Protocol):
     @property
     def num_sequences(self) -> int: ...
 
-    @property
-    def max_num_seqs(self) -> int: ...
-
-    @property
-    def cached(self) -> CachedKeys | None: ...
-
-    @property
-    def outlook(self) -> tuple[int, int, float]: ...
-
 
 AnEngine = TypeVar("AnEngine", bound=Engine)
+Number = TypeVar("Number", int, float)
+
+
+class Candidates(tuple[AnEngine, ...]):
+    """The engines of which one gets a request. They are kept for later requests while they stay the same."""
+
+    @cached_property
+    def bits(self) -> int:
+        """One bit an engine, by its row."""
+        return sum(1 << row for row in self._rows)
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [engine.row for engine in self]
+
+    @cached_property
+    def _are_first(self) -> bool:
+        return self._rows == list(range(len(self)))
+
+    def column(self, column: Sequence[Number]) -> Sequence[Number]:
+        """Return the values of a column of the table in the order of the engines."""
+        if self._are_first and len(self) == len(column):
+            return column
+        return [column[row] for row in self._rows]
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +135,7 @@ class Chooser(ABC):
     choices         counts them, by engine and reason
     predicted       counts prompt tokens that engines had cached, as far as was known, by engine
     follows_caches  whether engines are to report what their prefix caches hold
-    cached          what they have reported
+    table           what is known of them
     """
 
     follows_caches = False
@@ -129,11 +143,11 @@ class Chooser(ABC):
     def __init__(self) -> None:
         self.choices: Counter[tuple[str, str]] = Counter()
         self.predicted: Counter[str] = Counter()
-        self.cached = CachedBits()
+        self.table = EngineTable()
         self._turns: Counter[str] = Counter()  # by the first engine: those of another model have turns of their own
 
     @abstractmethod
-    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
+    def choose(self, engines: Candidates[AnEngine], asked: Asked | None) -> AnEngine:
         """Return one of the engines, of which there is at least one.
 
         asked  None: nothing is known of the request
@@ -144,7 +158,7 @@ class Chooser(ABC):
         self.choices[engine.name, reason] += 1
         return engine
 
-    def least_loaded(self, engines: Sequence[AnEngine]) -> AnEngine:
+    def least_loaded(self, engines: Candidates[AnEngine]) -> AnEngine:
         """Choose an engine of those with the fewest sequences: the next in turn."""
         fewest = min(engine.num_sequences for engine in engines)
         found = [engine for engine in engines if engine.num_sequences == fewest]
@@ -163,7 +177,7 @@ class Chooser(ABC):
 class LeastLoaded(Chooser):
     """The engine with the fewest sequences, in turn where several have as few."""
 
-    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
+    def choose(self, engines: Candidates[AnEngine], asked: Asked | None) -> AnEngine:
         return self.least_loaded(engines)
 
 
@@ -182,60 +196,75 @@ class ByPrefix(Chooser):
         super().__init__()
         self._random = random or Random()
 
-    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
-        prompt_len, found = (len(asked.prompt), self.cached.num_cached(asked.keys())) if asked is not None else (0, [])
-        outlooks = [engine.outlook for engine in engines]
-        known = [rate for _, _, rate in outlooks if rate > 0]
-        usual_rate = sum(known) / len(known) if known else UNKNOWN_RATE
-        most = MOST_TO_FEWEST * min(outlooks)[0]
-        # A prefix is known to whole strides, so almost one more may be cached: of a short prompt, a large part.
-        least_warm = WARM * prompt_len - STRIDE
-        costs, hits, warm = list[float](), [0] * len(engines), list[int]()
-        for at, (count, uncomputed, rate) in enumerate(outlooks):
-            engine = engines[at]
-            batch = engine.max_num_seqs or 1
-            fill, left = count / batch, uncomputed + prompt_len
-            if found and (cached := engine.cached) is not None and (num_strides := found[cached.place]):
-                hits[at] = hit = STRIDE * num_strides
-                left -= hit
-                if hit > least_warm and (count < most + SLACK or count < most + SLACK_PART * batch):
-                    warm.append(at)
-            seconds = left / (rate or usual_rate) + FULL_S * fill
-            costs.append(seconds if fill <= 1.0 else seconds + QUEUE_S * (fill - 1.0))
+    def choose(self, engines: Candidates[AnEngine], asked: Asked | None) -> AnEngine:
+        prompt_len, found = 0, list[int]()
+        if asked is not None:
+            prompt_len, found = len(asked.prompt), self.table.cached.num_cached(asked.keys(), len(self.table))
+        num_strides = prompt_len / STRIDE
+        hits = engines.column(found) if found else [0] * len(engines)
+        wait_s, stride_s = self._paces(engines)
+        costs = [wait + (num_strides - hit) * stride for wait, stride, hit in zip(wait_s, stride_s, hits, strict=False)]
         chosen, reason = self._cheapest(costs), "cost"
-        if warm:
+        if warm := self._warm(engines, hits, num_strides) if found else []:
             best = warm[self._cheapest([costs[at] for at in warm])]
             if asked is None or asked.ttft_s is None:
-                saved_s = (hits[best] - hits[chosen]) / (outlooks[chosen][2] or usual_rate)
+                saved_s = (hits[best] - hits[chosen]) * stride_s[chosen]
                 patience_s = max(PATIENCE_S, PATIENCE_PER_SAVED_S * saved_s)
             else:
                 patience_s = asked.ttft_s / 2
             is_near = costs[best] <= costs[chosen] + patience_s
             chosen, reason = (best, "cached") if is_near else (chosen, "released")
         if asked is not None:
-            asked.num_cached = min(hits[chosen], prompt_len)
+            asked.num_cached = min(STRIDE * hits[chosen], prompt_len)
             asked.lender = self._lender(engines, hits, chosen)
             self.predicted[engines[chosen].name] += asked.num_cached
         return self.chosen(engines[chosen], reason)
 
+    def _paces(self, engines: Candidates[AnEngine]) -> tuple[Sequence[float], Sequence[float]]:
+        """Return how long each engine will be busy, and in how long it computes a stride, both in seconds."""
+        wait_s, stride_s = engines.column(self.table.wait_s), engines.column(self.table.stride_s)
+        if 0.0 not in stride_s:
+            return wait_s, stride_s
+        rates = [STRIDE / each for each in stride_s if each]
+        usual_s = STRIDE * len(rates) / sum(rates) if rates else STRIDE / UNKNOWN_RATE
+        uncomputed = engines.column(self.table.num_uncomputed)
+        return (
+            [
+                wait if stride else wait + count / STRIDE * usual_s
+                for wait, stride, count in zip(wait_s, stride_s, uncomputed, strict=True)
+            ],
+            [stride or usual_s for stride in stride_s],
+        )
+
+    def _warm(self, engines: Candidates[AnEngine], hits: Sequence[int], num_strides: float) -> list[int]:
+        """Find the engines that have much of a prompt cached, and not too many sequences."""
+        # A prefix is known to whole strides, so almost one more may be cached: of a short prompt, a large part.
+        least = max(0.0, WARM * num_strides - 1)
+        most = MOST_TO_FEWEST * min(engines.column(self.table.num_sequences))
+        beyond_slack = engines.column(self.table.beyond_slack)
+        return [at for at, hit in enumerate(hits) if hit > least and beyond_slack[at] < most]
+
     def _lender(self, engines: Sequence[AnEngine], hits: Sequence[int], chosen: int) -> tuple[str, int] | None:
         """Find an engine from which the chosen one can fetch blocks, and so many tokens that it is worth a call."""
-        layout, most = engines[chosen].block_layout, max(hits)
-        if not layout or most < hits[chosen] + LEAST_LENT or engines[at := hits.index(most)].block_layout != layout:
+        if not (layout := engines[chosen].block_layout):
             return None
-        return engines[at].address, most
+        most = max(hits)
+        if most < hits[chosen] + LEAST_LENT or engines[at := hits.index(most)].block_layout != layout:
+            return None
+        return engines[at].address, STRIDE * most
 
     def _cheapest(self, costs: Sequence[float]) -> int:
         """Choose one at random of those that cost about as little as the cheapest: routers must not all run to one."""
-        near = min(costs) + NEAR_S
-        return self._random.choice([at for at, cost in enumerate(costs) if cost <= near])
+        most = min(costs) + NEAR_S
+        near = [at for at, cost in enumerate(costs) if cost <= most]
+        return near[0] if len(near) == 1 else self._random.choice(near)
 
 
 class Automatic(ByPrefix):
     """ByPrefix where every engine reports what it has cached, else LeastLoaded."""
 
-    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
-        if any(engine.cached is None for engine in engines):
+    def choose(self, engines: Candidates[AnEngine], asked: Asked | None) -> AnEngine:
+        if engines.bits & ~self.table.cached.reporting:
             return self.least_loaded(engines)
         return super().choose(engines, asked)
 
@@ -247,7 +276,7 @@ class ByHash(Chooser):
     engines join and leave. The bound is that of consistent hashing with bounded loads (Mirrokni et al., 2018).
     """
 
-    def choose(self, engines: Sequence[AnEngine], asked: Asked | None) -> AnEngine:
+    def choose(self, engines: Candidates[AnEngine], asked: Asked | None) -> AnEngine:
         keys = asked.first_keys(HASHED_STRIDES * STRIDE) if asked is not None else []
         if not keys:
             return self.least_loaded(engines)

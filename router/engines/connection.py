@@ -30,26 +30,32 @@ class Connection:
     label           the engine in a line of the log
     hang_timeout_s  an engine whose loop answers nothing for this long counts as dead
     is_waited_for   whether an engine that answers no pings owes output
+    on_suspect      called whenever `is_suspect` changes
+    is_suspect      the engine's loop is late with an answer: it computes a long step, or hangs
     checks          what the engine may send
     """
 
-    def __init__(self, link: EngineLink, label: str, hang_timeout_s: float, is_waited_for: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        link: EngineLink,
+        label: str,
+        hang_timeout_s: float,
+        *,
+        is_waited_for: Callable[[], bool],
+        on_suspect: Callable[[], None],
+    ) -> None:
         self.checks = Checks()
+        self.is_suspect = False
         self._link = link
         self._label = label
         self._hang_timeout_s = hang_timeout_s
         self._is_waited_for = is_waited_for
+        self._on_suspect = on_suspect
         self._outgoing: asyncio.Queue[engine_pb2.RouterMessage] = asyncio.Queue()
         self._helpers: list[asyncio.Task[None]] = []
         self._fault: Exception | None = None  # what has ended a helper
         self._answers_pings = False  # an engine of an earlier version does not; see _ask
         self._owes_answer_since: float | None = None  # None: its loop has answered everything
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the engine's loop is late with an answer: it computes a long step, or hangs."""
-        since = self._owes_answer_since
-        return since is not None and time.monotonic() - since > min(SUSPECT_S, SUSPECT_PART * self._hang_timeout_s)
 
     async def read(self) -> engine_pb2.EngineMessage | None:
         """Return the next message, which has been checked; None: the engine has closed the connection.
@@ -64,6 +70,7 @@ class Connection:
         self.checks.check(message)
         if not self._answers_pings or message.HasField("pong"):
             self._owes_answer_since = None
+            self._suspect(False)
         return message
 
     async def _next(self) -> engine_pb2.EngineMessage | None:
@@ -119,8 +126,15 @@ class Connection:
                 self._ask()
                 continue
             self._owes_answer_since += now - before - ping_s  # when this process stood still, it read no answer
-            if now - self._owes_answer_since > self._hang_timeout_s:
+            late_s = now - self._owes_answer_since
+            if late_s > self._hang_timeout_s:
                 raise EngineHangs
+            self._suspect(late_s >= min(SUSPECT_S, SUSPECT_PART * self._hang_timeout_s))
+
+    def _suspect(self, is_suspect: bool) -> None:
+        if is_suspect != self.is_suspect:
+            self.is_suspect = is_suspect
+            self._on_suspect()
 
     def _ask(self) -> None:
         """Ask for an answer of the engine's loop. For an engine that does not know pings, any message is one."""

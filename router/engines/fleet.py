@@ -8,6 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pagoda.v1 import control_pb2
 
@@ -15,7 +16,7 @@ from ...runtime.restarts import keep_running
 from ...settings.engine import Role
 from ..errors import ConfigError, Unavailable
 from .channel import RETRY_AFTER_S, EngineChannel
-from .choosing import Asked, Chooser, LeastLoaded
+from .choosing import Asked, Candidates, Chooser, LeastLoaded
 
 log = logging.getLogger("pagoda.router")
 
@@ -42,6 +43,8 @@ class Engines(ABC):
 
     def __init__(self, chooser: Chooser) -> None:
         self.chooser = chooser
+        self._kept: dict[bool, Candidates[EngineChannel]] = {}  # by has_begun, while no engine changes
+        self._kept_version = -1  # of the chooser's table
 
     _absence = "the engine is loading or being restarted"
 
@@ -58,7 +61,7 @@ class Engines(ABC):
     def refusal(self) -> Unavailable | None:
         """Why no engine can be picked for a new request now; None: one is ready."""
         try:
-            self._candidates(has_begun=False)
+            self._keep_candidates(has_begun=False)
         except Unavailable as error:
             return error
         return None
@@ -81,6 +84,17 @@ class Engines(ABC):
             if not fitting[role]:
                 raise self._unavailable(f"no engine with --role {role} is ready, and none with --role both")
         return fitting["decode" if has_begun else "prefill"]
+
+    def _keep_candidates(self, *, has_begun: bool) -> Candidates[EngineChannel]:
+        """The candidates whose answers are not late, or else all. They are kept until an engine changes: there may be
+        a hundred, and each request asks. Raises Unavailable if there are none.
+        """
+        if self._kept_version != (version := self.chooser.table.version):
+            self._kept.clear()
+            self._kept_version = version
+        if has_begun not in self._kept:
+            self._kept[has_begun] = _prompt_ones(self._candidates(has_begun=has_begun))
+        return self._kept[has_begun]
 
     def _unavailable(self, why: str) -> Unavailable:
         return Unavailable(why, retry_after_s=self.retry_after_s)
@@ -107,13 +121,15 @@ class Engines(ABC):
         like   what an engine reported whose tokens the picked one must continue; None: any may be picked
         has_begun  the request has output
         """
-        ready = self._candidates(has_begun=has_begun)
-        if like is not None:
-            ready = [channel for channel in ready if channel.may_continue(like)]
-            if not ready:
-                raise self._unavailable("no engine of the same kind is ready")
-        candidates = [channel for channel in ready if channel not in avoid] or ready if avoid else ready
-        candidates = [channel for channel in candidates if not channel.is_suspect] or candidates
+        if not avoid and like is None:
+            candidates = self._keep_candidates(has_begun=has_begun)
+        else:
+            ready = self._candidates(has_begun=has_begun)
+            if like is not None:
+                ready = [channel for channel in ready if channel.may_continue(like)]
+                if not ready:
+                    raise self._unavailable("no engine of the same kind is ready")
+            candidates = _prompt_ones([channel for channel in ready if channel not in avoid] or ready)
         return candidates[0] if len(candidates) == 1 else self.chooser.choose(candidates, asked)
 
     def holding(self, adapter: bytes) -> Engines:
@@ -125,6 +141,15 @@ class Engines(ABC):
         if self.chooser.follows_caches and len(channels := self.channels) > 1:
             for each in channels:
                 each.follow_cache()
+
+
+def _close(channel: EngineChannel, _: asyncio.Task[None]) -> None:
+    channel.close()
+
+
+def _prompt_ones(engines: list[EngineChannel]) -> Candidates[EngineChannel]:
+    """Those whose answers are not late, or else all."""
+    return Candidates([engine for engine in engines if not engine.is_suspect] or engines)
 
 
 class Fleet(Engines):
@@ -168,12 +193,14 @@ class Fleet(Engines):
                 self._leave(channel)
             else:
                 channel.is_leaving = False
+                self.chooser.table.changed()
         for member in wanted.values():
             self.join(member)
 
     def join(self, member: Member) -> None:
         channel = self._connect(member, next(self._numbers))
         self.channels.append(channel)
+        self.chooser.table.changed()
         if self._has_one_model:
             self.follow_caches()
         if self._failed is not None:
@@ -185,6 +212,7 @@ class Fleet(Engines):
         if not channel.is_leaving:
             log.info("the engine at %s leaves: %d sequences", channel.label, len(channel.sequences))
         channel.is_leaving = True
+        self.chooser.table.changed()
         if self._failed is not None and self._looks_again is None:
             self._part()
 
@@ -222,7 +250,10 @@ class Fleet(Engines):
         for channel in idle:
             self.channels.remove(channel)
             self.chooser.forget(channel.name)
-            self._tasks.pop(channel).cancel()
+            self.chooser.table.changed()
+            task = self._tasks.pop(channel)
+            task.add_done_callback(partial(_close, channel))
+            task.cancel()
         if len(idle) < len(leaving):
             self._looks_again = asyncio.get_running_loop().call_later(LOOKS_AGAIN_S, self._part)
 

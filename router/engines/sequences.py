@@ -11,19 +11,20 @@ from pagoda.v1 import control_pb2
 
 from ..errors import EngineLost, Internal
 from .stream import EngineStream, Wakeups
+from .table import EngineTable
 
 
 class Sequences:
     """Delivers what an engine sends to the streams that its sequences belong to. Numbers are never used again.
 
     load, tenants  as of the engine's last report
-    outlook        what decides whether the engine gets a request: the sequences in it, this router's as they are and
-                   those of others as of the last report; the prompt tokens that it still has to compute, counted alike;
-                   and how many of these it computes in a second, which is 0 before it has computed any. It is kept up
-                   to date, as a choice reads that of every engine.
     """
 
-    def __init__(self, wakeups: Wakeups) -> None:
+    def __init__(self, wakeups: Wakeups, table: EngineTable, row: int) -> None:
+        """
+        table, row  where the engine's load is kept up to date: its sequences and uncomputed prompt tokens, this
+                    router's as they are and those of others as of the last report
+        """
         self.load = control_pb2.EngineLoad()
         self.tenants = engine_pb2.Tenants()
         self._wakeups = wakeups
@@ -33,7 +34,7 @@ class Sequences:
         self._uncomputed: dict[EngineStream, int] = {}  # prompt tokens of streams that have not begun
         self._num_uncomputed = 0  # their sum
         self._num_others_uncomputed = 0  # of other routers' sequences, as of the last report
-        self.outlook = 0, 0, 0.0
+        self._table, self._row = table, row
 
     def __len__(self) -> int:
         return len(self._routes)
@@ -62,7 +63,8 @@ class Sequences:
         return stream
 
     def _look_ahead(self) -> None:
-        self.outlook = (
+        self._table.update(
+            self._row,
             len(self._routes) + self._num_others,
             self._num_uncomputed + self._num_others_uncomputed,
             self.load.prefill_tokens_per_s,

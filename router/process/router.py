@@ -251,7 +251,7 @@ class Router:
             is_supervised=self._is_engine_ours,
             wakeups=self._wakeups,
             trust=self._trust,
-            cached_bits=self._fleet.chooser.cached,
+            table=self._fleet.chooser.table,
             block_events=self._block_events,
             on_adapters=self._on_adapters,
         )

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from pagoda_server.router.engines.adapters import Adapters
+from pagoda_server.router.engines.choosing import LeastLoaded
 from pagoda_server.router.engines.fleet import Engines, Fleet, Member
 from pagoda_server.router.engines.held_adapters import HeldAdapters
+from pagoda_server.router.engines.table import EngineTable
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.models import ServedModel, ServedModels
 
 UNUSED: Any = None
+
+
+class RestlessTable(EngineTable):
+    """That of engines which do not say when they change."""
+
+    versions = itertools.count()
+
+    @property
+    def version(self) -> int:
+        return next(self.versions)
+
+    @version.setter
+    def version(self, version: int) -> None:
+        pass
 
 
 def fleet_of(*engines: Any) -> Fleet:
@@ -22,7 +39,9 @@ def fleet_of(*engines: Any) -> Fleet:
         engine.held = HeldAdapters()
         return engine
 
-    fleet = Fleet(connect)
+    chooser = LeastLoaded()
+    chooser.table = RestlessTable()
+    fleet = Fleet(connect, chooser)
     for place in range(len(engines)):
         fleet.join(Member(str(place), f"unix:{place}"))
     return fleet

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
@@ -22,8 +22,10 @@ from pagoda.v1 import control_pb2, inference_pb2
 from pagoda_server.channel.link import Link
 from pagoda_server.channel.shm import ShmServer
 from pagoda_server.router.engines.channel import EngineChannel
-from pagoda_server.router.engines.choosing import Asked
+from pagoda_server.router.engines.choosing import Asked, LeastLoaded
+from pagoda_server.router.engines.fleet import Fleet, Member
 from pagoda_server.router.engines.stream import WOKEN_AT_ONCE, EngineStream
+from pagoda_server.router.engines.table import EngineTable
 from pagoda_server.router.errors import Internal, Unavailable
 
 HELLO = control_pb2.EngineInfo(
@@ -34,7 +36,7 @@ EngineEnd: TypeAlias = Link[engine_pb2.RouterMessage, engine_pb2.EngineMessage]
 
 @asynccontextmanager
 async def connected(
-    answers_pings: bool = False, on_hang: Callable[[], None] = lambda: None
+    answers_pings: bool = False, on_hang: Callable[[], None] = lambda: None, table: EngineTable | None = None
 ) -> AsyncIterator[tuple[EngineChannel, EngineEnd]]:
     """A channel and its engine's end, once the channel has greeted; it is ready if the engine answers no pings."""
     address = f"shm:@pagoda-test-channel-{os.getpid()}"
@@ -52,7 +54,7 @@ async def connected(
 
     server = ShmServer(address, engine_pb2.RouterMessage.FromString, serve)
     await server.start()
-    channel = EngineChannel(address, hang_timeout_s=60, on_change=on_change, on_hang=on_hang)
+    channel = EngineChannel(address, hang_timeout_s=60, on_change=on_change, on_hang=on_hang, table=table)
     running = asyncio.create_task(channel.run())
     if not answers_pings:
         await ready.wait()
@@ -326,6 +328,29 @@ async def test_an_engine_is_ready_once_its_loop_has_answered() -> None:
 
 
 @pytest.mark.usefixtures("virtual_time")
+async def test_an_engine_is_picked_from_when_it_is_ready_until_it_says_goodbye_unless_its_answer_is_late() -> None:
+    """A fleet keeps its candidates while no channel says that they have changed."""
+    chooser = LeastLoaded()
+    other: Any = SimpleNamespace(takes_requests=True, is_suspect=False, role="both", num_sequences=9, name="other")
+    async with connected(answers_pings=True, table=chooser.table) as (channel, engine):
+        fleet = Fleet(lambda member, number: (other, channel)[number], chooser)
+        for name in ("other", "channel"):
+            fleet.join(Member(name, name))
+        assert fleet.pick() is other
+        await engine.write(engine_pb2.EngineMessage(pong={}))
+        await until(lambda: channel.is_ready)
+        assert fleet.pick() is channel
+        await until(lambda: channel.is_suspect)
+        assert fleet.pick() is other
+        await engine.write(engine_pb2.EngineMessage(pong={}))
+        await until(lambda: not channel.is_suspect)
+        assert fleet.pick() is channel
+        await engine.write(engine_pb2.EngineMessage(goodbye={}))
+        await until(lambda: channel.says_goodbye)
+        assert fleet.pick() is other
+
+
+@pytest.mark.usefixtures("virtual_time")
 async def test_an_engine_that_knows_no_pings_gets_none_and_its_hang_is_not_hidden_by_short_requests() -> None:
     hangs: list[float] = []
     async with connected(on_hang=lambda: hangs.append(time.monotonic())) as (channel, engine):
@@ -371,12 +396,12 @@ async def test_prompt_tokens_count_until_the_first_token_and_those_of_other_rout
         asked = Asked([1] * 100)
         asked.num_cached = 64
         first, second = channel.submit(submit(100), asked=asked), channel.submit(submit(10))
-        assert channel.outlook[1] == 46
+        assert channel.num_uncomputed == 46
         load = control_pb2.EngineLoad(uncomputed_tokens=146, prefill_tokens_per_s=1000)
         await engine.write(engine_pb2.EngineMessage(step={"load": load}))
-        await until(lambda: channel.outlook == (2, 146, 1000.0))
+        await until(lambda: (channel.num_sequences, channel.num_uncomputed) == (2, 146))
         step = engine_pb2.StepOutput(sequences=[first.first_sequence], tokens=[1])
         await engine.write(engine_pb2.EngineMessage(step=step))
-        await until(lambda: channel.outlook[1] == 10)
+        await until(lambda: channel.num_uncomputed == 10)
         second.close()
-        assert channel.outlook[1] == 0
+        assert channel.num_uncomputed == 0

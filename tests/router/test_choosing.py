@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,17 +19,23 @@ from pagoda_server.router.engines.cached_keys import EXPECTED_S, MOST_KEYS, Cach
 from pagoda_server.router.engines.choosing import (
     HASHED_STRIDES,
     MOST_TO_FEWEST,
+    NEAR_S,
+    PATIENCE_PER_SAVED_S,
     PATIENCE_S,
-    SLACK_PART,
+    UNKNOWN_RATE,
+    WARM,
     Asked,
     Automatic,
     ByHash,
     ByPrefix,
+    Candidates,
+    Chooser,
 )
 from pagoda_server.router.engines.refusals import InvalidMessage
+from pagoda_server.router.engines.table import FULL_S, QUEUE_S, SLACK, SLACK_PART, EngineTable
 
 INFO = control_pb2.EngineInfo(kv_cache={"num_blocks": 1000, "block_size": 16})
-BITS = CachedBits()  # of the engines of these tests
+TABLE = EngineTable()  # of the engines of these tests
 
 
 @dataclass
@@ -39,11 +47,19 @@ class Engine:
     max_num_seqs: int = 64
     num_uncomputed: int = 0
     prefill_tokens_per_s: float = 10_000.0
-    cached: CachedKeys | None = field(default_factory=lambda: CachedKeys(INFO, BITS))
+    row: int = field(default_factory=TABLE.take_row)
+    cached: CachedKeys | None = None
 
-    @property
-    def outlook(self) -> tuple[int, int, float]:
-        return self.num_sequences, self.num_uncomputed, self.prefill_tokens_per_s
+    def __post_init__(self) -> None:
+        self.cached = CachedKeys(INFO, TABLE.cached, self.row)
+
+
+def choose(rule: Chooser, fleet: Sequence[Engine], asked: Asked | None) -> Engine:
+    """Let a rule choose by what the engines have now."""
+    for each in fleet:
+        TABLE.set_batch(each.row, each.max_num_seqs)
+        TABLE.update(each.row, each.num_sequences, each.num_uncomputed, each.prefill_tokens_per_s)
+    return rule.choose(Candidates(fleet), asked)
 
 
 def engines(count: int) -> list[Engine]:
@@ -72,7 +88,7 @@ def test_a_request_has_keys_unless_it_bypasses_the_cache() -> None:
 
 
 def chosen(rule: ByHash, fleet: Sequence[Engine], prompt: list[int]) -> str:
-    return rule.choose(fleet, Asked(prompt)).name
+    return choose(rule, fleet, Asked(prompt)).name
 
 
 def test_prompts_with_equal_beginnings_meet_in_one_engine_and_others_spread() -> None:
@@ -96,7 +112,7 @@ def test_an_engine_far_above_the_mean_gets_no_prompt_by_its_hash() -> None:
     rule, fleet = ByHash(), engines(4)
     (prompt,) = prompts(1)
     for _ in range(400):
-        rule.choose(fleet, Asked(prompt)).num_sequences += 1
+        choose(rule, fleet, Asked(prompt)).num_sequences += 1
     assert max(each.num_sequences for each in fleet) <= 126
 
 
@@ -104,7 +120,7 @@ def test_an_engine_far_above_the_mean_gets_no_prompt_by_its_hash() -> None:
 def test_a_request_without_keys_goes_to_the_least_loaded_engine(asked: Asked | None) -> None:
     rule, fleet = ByHash(), engines(3)
     for _ in range(30):
-        rule.choose(fleet, asked).num_sequences += 1
+        choose(rule, fleet, asked).num_sequences += 1
     assert [each.num_sequences for each in fleet] == [10, 10, 10]
 
 
@@ -119,19 +135,25 @@ def caching(engine: Engine, prompt: list[int]) -> Engine:
 
 def rule_with_caches(rule: type[ByPrefix]) -> ByPrefix:
     made = rule(Random(1))
-    made.cached = BITS
+    made.table = TABLE
     return made
 
 
-def num_cached(cached: CachedKeys, keys: list[int]) -> int:
-    found = BITS.num_cached(keys)
-    return found[cached.place] if found else 0
+class Cache(CachedKeys):
+    """What the cache of an engine alone holds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bits = CachedBits()
+        super().__init__(INFO, self.bits, 0, clock)
+
+    def num_cached(self, keys: list[int]) -> int:
+        return sum(self.bits.num_cached(keys, 1))
 
 
 def by_prefix(fleet: Sequence[Engine], asked: Asked) -> tuple[str, str]:
     """The chosen engine and why."""
     rule = rule_with_caches(ByPrefix)
-    name = rule.choose(fleet, asked).name
+    name = choose(rule, fleet, asked).name
     return name, next(iter(rule.choices))[1]
 
 
@@ -190,65 +212,133 @@ def test_a_prompt_that_no_engine_has_goes_where_it_is_computed_first() -> None:
 
 def test_engines_that_are_as_good_share_prompts_at_random() -> None:
     rule, fleet = rule_with_caches(ByPrefix), engines(4)
-    counts = Counter(rule.choose(fleet, Asked([1] * 500)).name for _ in range(400))
+    counts = Counter(choose(rule, fleet, Asked([1] * 500)).name for _ in range(400))
     assert min(counts.values()) > 60
 
 
 def test_engines_are_chosen_by_load_while_one_reports_nothing() -> None:
     (prompt,) = prompts(1)
     fleet = [caching(Engine("warm", num_sequences=1), prompt), Engine("cold")]
-    assert rule_with_caches(Automatic).choose(fleet, Asked(prompt)).name == "warm"
-    fleet[1].cached = None
-    assert rule_with_caches(Automatic).choose(fleet, Asked(prompt)).name == "cold"
+    assert choose(rule_with_caches(Automatic), fleet, Asked(prompt)).name == "warm"
+    assert fleet[1].cached is not None
+    fleet[1].cached.close()
+    assert choose(rule_with_caches(Automatic), fleet, Asked(prompt)).name == "cold"
+
+
+class First(Random):
+    """Takes the first of those that are as good."""
+
+    def choice(self, seq: Sequence[Any]) -> Any:
+        return seq[0]
+
+
+def by_formula(fleet: Sequence[Engine], prompt_len: int, cached: Sequence[int]) -> tuple[str, str]:
+    """Which engine a ByPrefix must choose and why, engine by engine.
+
+    cached  the prompt's tokens that each engine has
+    """
+    rates = [each.prefill_tokens_per_s for each in fleet if each.prefill_tokens_per_s]
+    usual = sum(rates) / len(rates) if rates else UNKNOWN_RATE
+    fewest = min(each.num_sequences for each in fleet)
+    costs, warm = [], []
+    for place, each in enumerate(fleet):
+        fill = each.num_sequences / each.max_num_seqs
+        seconds = (each.num_uncomputed + prompt_len - cached[place]) / (each.prefill_tokens_per_s or usual)
+        costs.append(seconds + FULL_S * fill + QUEUE_S * max(0, fill - 1))
+        most = MOST_TO_FEWEST * fewest + max(SLACK, SLACK_PART * each.max_num_seqs)
+        if cached[place] > max(0, WARM * prompt_len - STRIDE) and each.num_sequences < most:
+            warm.append(place)
+    near = [place for place, cost in enumerate(costs) if cost <= min(costs) + NEAR_S]
+    if not warm:
+        return fleet[near[0]].name, "cost"
+    best = next(place for place in warm if costs[place] <= min(costs[each] for each in warm) + NEAR_S)
+    saved_s = (cached[best] - cached[near[0]]) / (fleet[near[0]].prefill_tokens_per_s or usual)
+    is_near = costs[best] <= costs[near[0]] + max(PATIENCE_S, PATIENCE_PER_SAVED_S * saved_s)
+    return (fleet[best].name, "cached") if is_near else (fleet[near[0]].name, "released")
+
+
+def test_a_choice_from_columns_is_what_the_formula_says_engine_by_engine() -> None:
+    random, found = Random(1), Counter[str]()
+    (prompt,) = prompts(1, 4000)
+    everyone = engines(40)
+    for _ in range(600):
+        rule = ByPrefix(First())
+        rule.table = TABLE
+        some = sorted(random.sample(range(40), random.choice((2, 9, 40))))
+        fleet = [everyone[place] for place in some]
+        cached = []
+        for each in everyone:
+            each.num_sequences, each.max_num_seqs = random.randrange(random.choice((12, 100))), random.choice((8, 64))
+            each.num_uncomputed = random.randrange(random.choice((1, 90_000)))
+            each.prefill_tokens_per_s = random.choice((0.0, 900.0, 9_000.0, 10_000.0))
+            known = random.choice((0, 0, random.randrange(4000)))
+            caching(each, prompt[:known])
+            cached.append(known // STRIDE * STRIDE)
+        asked = Asked(prompt[: random.choice((50, 300, 4000))])
+        least = [min(cached[place], len(asked.prompt) // STRIDE * STRIDE) for place in some]
+        expected = by_formula(fleet, len(asked.prompt), least)
+        chosen = choose(rule, fleet, asked)
+        assert (chosen.name, next(iter(rule.choices))[1]) == expected
+        assert asked.num_cached == least[fleet.index(chosen)]
+        found[expected[1]] += 1
+    assert min(found[reason] for reason in ("cached", "released", "cost")) > 50
+
+
+def test_an_engine_that_says_it_computes_next_to_nothing_counts_as_one_that_does_not_say() -> None:
+    fleet = [Engine("slow", prefill_tokens_per_s=5e-324), Engine("other", num_sequences=9)]
+    assert by_prefix(fleet, Asked([1] * 64)) == ("slow", "cost")
 
 
 def test_a_prompt_counts_as_cached_where_it_was_sent_until_the_engine_must_have_reported_it() -> None:
     now = 0.0
-    cached, keys = CachedKeys(INFO, BITS, lambda: now), Asked([1] * 640).keys()
+    cached, keys = Cache(lambda: now), Asked([1] * 640).keys()
     cached.expect(keys)
-    assert num_cached(cached, keys) == 10
+    assert cached.num_cached(keys) == 10
     now = EXPECTED_S
     cached.expect([])
-    assert num_cached(cached, keys) == 0
+    assert cached.num_cached(keys) == 0
 
 
 def test_deltas_follow_a_snapshot_and_a_gap_needs_another_one() -> None:
-    cached, keys = CachedKeys(INFO, BITS), Asked([1] * 640).keys()
+    cached, keys = Cache(), Asked([1] * 640).keys()
     assert cached.take_delta(engine_pb2.CacheDelta(number=7, stored=keys)), "a snapshot is under way"
     cached.take_snapshot(engine_pb2.CacheSnapshot(number=7, keys=keys[:3], is_first=True))
     cached.take_snapshot(engine_pb2.CacheSnapshot(number=7, keys=keys[3:6], is_last=True))
-    assert num_cached(cached, keys) == 6
+    assert cached.num_cached(keys) == 6
     assert cached.take_delta(engine_pb2.CacheDelta(number=8, stored=keys[6:], removed=keys[8:]))
-    assert num_cached(cached, keys) == 10
+    assert cached.num_cached(keys) == 10
     assert not cached.take_delta(engine_pb2.CacheDelta(number=10, removed=keys))
     cached.take_snapshot(engine_pb2.CacheSnapshot(number=10, is_first=True, is_last=True))
-    assert num_cached(cached, keys) == 0
+    assert cached.num_cached(keys) == 0
 
 
 def test_a_key_that_was_sent_stays_cached_when_the_engine_says_that_it_has_left() -> None:
     now = 0.0
-    cached, keys = CachedKeys(INFO, BITS, lambda: now), Asked([1] * 640).keys()
+    cached, keys = Cache(lambda: now), Asked([1] * 640).keys()
     cached.take_snapshot(engine_pb2.CacheSnapshot(keys=keys, is_first=True, is_last=True))
     cached.expect(keys[:4])
     assert cached.take_delta(engine_pb2.CacheDelta(number=1, removed=keys))
-    assert num_cached(cached, keys) == 4
+    assert cached.num_cached(keys) == 4
     cached.take_snapshot(engine_pb2.CacheSnapshot(keys=keys[:2], is_first=True, is_last=True))
-    assert num_cached(cached, keys) == 4
+    assert cached.num_cached(keys) == 4
     now = EXPECTED_S
     cached.expect([])
-    assert num_cached(cached, keys) == 2
+    assert cached.num_cached(keys) == 2
 
 
 def test_what_is_found_of_many_engines_is_what_is_counted_engine_by_engine() -> None:
     """Engines come, go, and take each other's bits; one dictionary of all must say what a set for each says."""
-    random, bits = Random(1), CachedBits()
+    random, table = Random(1), EngineTable()
     chains = [Asked([at] * 640).keys() for at in range(6)]
     caches: dict[CachedKeys, set[int]] = {}
     numbers: dict[CachedKeys, int] = {}
+    rows: dict[CachedKeys, int] = {}
     for _ in range(2000):
         if len(caches) < 70 and random.random() < 0.2:
-            cached = CachedKeys(INFO, bits)
-            assert cached.place not in {each.place for each in caches}
+            row = table.take_row()
+            assert row not in rows.values()
+            cached = CachedKeys(INFO, table.cached, row)
+            rows[cached] = row
             cached.take_snapshot(engine_pb2.CacheSnapshot(is_first=True, is_last=True))
             caches[cached], numbers[cached] = set(), 0
         if not caches:
@@ -256,6 +346,7 @@ def test_what_is_found_of_many_engines_is_what_is_counted_engine_by_engine() -> 
         cached = random.choice(list(caches))
         if random.random() < 0.03:
             cached.close()
+            table.give_back(rows.pop(cached))
             del caches[cached], numbers[cached]
             continue
         chain, (low, high) = random.choice(chains), sorted(random.choices(range(11), k=2))
@@ -266,20 +357,21 @@ def test_what_is_found_of_many_engines_is_what_is_counted_engine_by_engine() -> 
         else:
             cached.take_delta(engine_pb2.CacheDelta(number=numbers[cached], removed=chain[low:]))
             caches[cached].difference_update(chain[low:])
-        found = bits.num_cached(chain)
+        found = table.cached.num_cached(chain, len(table))
         for each, held in caches.items():
             leading = next((at for at, key in enumerate(chain) if key not in held), len(chain))
-            assert (found[each.place] if found else 0) == leading
-        assert sum(map(bool, found)) == sum(chain[0] in held for held in caches.values()), "a place that no engine has"
+            assert (found[rows[each]] if found else 0) == leading
+        assert sum(map(bool, found)) == sum(chain[0] in held for held in caches.values()), "a row that no engine has"
     for each in list(caches):
         each.close()
-    assert len(bits) == 0
-    assert CachedKeys(INFO, bits).place == 0
+        table.give_back(rows[each])
+    assert (len(table.cached), table.cached.reporting) == (0, 0)
+    assert table.take_row() == 0
 
 
 @pytest.mark.parametrize("num_blocks", [1000, (1 << 32) - 1])
 def test_an_engine_that_reports_more_than_its_cache_holds_is_refused(num_blocks: int) -> None:
-    cached = CachedKeys(control_pb2.EngineInfo(kv_cache={"num_blocks": num_blocks, "block_size": 16}), CachedBits())
+    cached = CachedKeys(control_pb2.EngineInfo(kv_cache={"num_blocks": num_blocks, "block_size": 16}), CachedBits(), 0)
     most = min(num_blocks, MOST_KEYS)
     cached.take_snapshot(engine_pb2.CacheSnapshot(keys=range(most), is_first=True, is_last=True))
     with pytest.raises(InvalidMessage, match=f"{most}"):

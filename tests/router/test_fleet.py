@@ -41,6 +41,7 @@ class Channel:
     is_followed: bool = False
     error: Exception | None = None
     is_open: bool = False
+    is_closed: bool = False
     num_runs: int = 0
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     standing: Standing = field(default_factory=Standing)
@@ -51,6 +52,9 @@ class Channel:
 
     def follow_cache(self) -> None:
         self.is_followed = True
+
+    def close(self) -> None:
+        self.is_closed = True
 
     async def run(self) -> None:
         self.is_open, self.num_runs = True, self.num_runs + 1
@@ -165,7 +169,8 @@ async def test_an_engine_that_leaves_gets_nothing_new_and_is_closed_once_its_str
     await asyncio.sleep(0.3)
     assert first.is_open, "its stream runs"
     first.sequences = []
-    await until(lambda: not first.is_open)
+    await until(lambda: first.is_closed)
+    assert not first.is_open
     assert [each.number for each in fleet.channels] == [1]
     running.cancel()
 
