@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import tokenizers
 from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
@@ -29,19 +28,26 @@ MOST_FORCED = 8192  # bytes that a grammar may force at once, so that finding th
 _END = "<|end of guided output|>"  # a token that llguidance allows where the grammar may end; no sequence chooses it
 
 
-def _without_named_text(tokenizer: tokenizers.Tokenizer) -> str:
-    """The tokenizer's JSON, in which added tokens that are not special are tokens like others, or spell no text.
+def _for_grammars(content: bytes) -> tuple[str, int]:
+    """Edit a tokenizer.json: add the token _END, and hide added tokens that are not special. Return it with _END's id.
 
     llguidance takes every added token for special: it would force text that spells one as that token, which it then
-    refuses. A grammar names such a token by its id.
+    refuses. So added tokens that are not special are tokens like others, or spell no text. A grammar names such a token
+    by its id. The library would take twice as long as this for the same edit, and holds the interpreter's lock.
     """
-    document, others = json.loads(tokenizer.to_str()), tokenizer.get_vocab(with_added_tokens=False)
-    added = [token for token in document["added_tokens"] if token["special"] or token["content"] not in others]
-    for token in added:
+    document = json.loads(content)
+    vocabulary, added = document["model"]["vocab"], document.get("added_tokens") or []
+    if isinstance(vocabulary, list):  # of pairs, each a text and its score
+        vocabulary = {text: id for id, (text, _) in enumerate(vocabulary)}
+    # The library gives a token that is not in the vocabulary the id behind all others.
+    end = max(len(vocabulary), *(token["id"] + 1 for token in added), 0)
+    kept = [token for token in added if token["special"] or token["content"] not in vocabulary]
+    for token in kept:
         if not token["special"]:
             token["content"] = f"\ufdd0{token['id']}"  # no character
-    document["added_tokens"] = added
-    return json.dumps(document, ensure_ascii=False)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    document["added_tokens"] = [*kept, {"id": end, "content": _END, **flags}]
+    return json.dumps(document, ensure_ascii=False), end
 
 
 class Grammars:
@@ -95,12 +101,9 @@ class Grammars:
         """The lock is held. Raises GrammarError if llguidance cannot read the model's tokenizer."""
         if self._tokenizer is None:
             try:
-                tokenizer = tokenizers.Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-                tokenizer.add_special_tokens([_END])
-                end = tokenizer.token_to_id(_END)
-                assert end is not None, "it was just added"
+                document, end = _for_grammars((self._folder / "tokenizer.json").read_bytes())
                 num_tokens = max(self._vocab_size, end + 1)
-                self._tokenizer = LLTokenizer(_without_named_text(tokenizer), n_vocab=num_tokens, eos_token=end)
+                self._tokenizer = LLTokenizer(document, n_vocab=num_tokens, eos_token=end)
             except Exception as error:  # the libraries raise nothing narrower
                 raise GrammarError(f"cannot be followed: the model's tokenizer is of another kind: {error}") from error
             self._ahead = MasksAhead(self._tokenizer.vocab_size, needs_all=self._needs_all_masks)

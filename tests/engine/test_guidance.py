@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from tokenizers import Tokenizer, models
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.core.sequence import EndReason, Readout, Sequence
 from pagoda_server.engine.guidance import Grammars
+from pagoda_server.engine.guidance import grammars as of_requests
 from pagoda_server.engine.guidance.grammar_mask import MOST_SLOW, SLOW_S, GrammarMask
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
 from pagoda_server.grammars.compiling import GrammarError
@@ -429,3 +431,16 @@ def test_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> No
         assert not found.knows(each)
         found.mask_maker(each)
     assert [found.knows(each) for each in formats] == [False, True, True]
+
+
+@pytest.mark.parametrize("model", [models.BPE({"a": 0, "b": 1}, []), models.Unigram([("a", 0.0), ("b", -1.0)])])
+def test_the_tokenizer_that_grammars_use_hides_named_text_and_keeps_every_id(model: models.Model) -> None:
+    tokenizer = Tokenizer(model)
+    tokenizer.add_tokens(["b", "<tool>"])
+    tokenizer.add_special_tokens(["<s>"])
+    text, end = of_requests._for_grammars(tokenizer.to_str().encode())
+    edited = Tokenizer.from_str(text)
+    added = {id: token.content for id, token in edited.get_added_tokens_decoder().items()}
+    assert added == {2: "\ufdd02", 3: "<s>", 4: of_requests._END}
+    assert end == 4
+    assert edited.encode("ba").tokens == ["b", "a"]
