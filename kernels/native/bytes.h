@@ -4,9 +4,12 @@
 // dot4        sums + the four products of each lane.
 // dot4_small  the same for small weights, at most a few times from zero; `total` then gives the sums. AVX2 adds them in 16
 //             bits, in which 8 · 2 · 255 · 8 fits: eight times weights in -8…7, four times -16…16, twice -32…31.
+// dot4_codes  the same for weights that are not negative, eight times 0…15 or four times 0…31. Except on NEON the activations are
+//             the signed factor: a stored 0 is then in the middle of their range, so that `least` and its rounding error are small.
 // look_up     the bytes of a table of 16, which every 128 bits of `table` hold, by codes in the bytes of `codes`.
 //
-// If the processor multiplies only signed bytes, ACTIVATION_SHIFT is subtracted from stored activations.
+// If the processor multiplies only signed bytes, ACTIVATION_SHIFT is subtracted from stored activations. Those that
+// dot4_codes multiplies are less by CODES_SHIFT.
 
 constexpr int ACTIVATION_SHIFT =
 #if defined(PAGODA_NEON) && !defined(PAGODA_I8MM)
@@ -44,6 +47,8 @@ PAGODA_INLINE Ints load_activations(const uint8_t* from) {
     return four - Ints{};
 }
 #endif
+
+constexpr int CODES_SHIFT = QUADS == 1 ? 128 : ACTIVATION_SHIFT;
 
 constexpr bool KEEPS_SUMS = REGISTERS == 16 || QUADS > 1;  // otherwise GCC moves so many loads ahead that it runs out of registers
 
@@ -143,6 +148,11 @@ PAGODA_INLINE Ints dot4_small(Ints sums, Ints activations, Ints weights) { retur
 
 PAGODA_INLINE Ints total(Ints sums) { return sums; }
 #endif
+
+template <int QUAD>
+PAGODA_INLINE Ints dot4_codes(Ints sums, Ints activations, Ints codes) {
+    return QUADS == 1 ? dot4_small<QUAD>(sums, codes, activations) : dot4_small<QUAD>(sums, activations, codes);
+}
 
 PAGODA_INLINE Ints look_up(Ints table, Ints codes) {
 #if defined(PAGODA_AVX512)

@@ -2,21 +2,21 @@
 // scale * value + minimum, with scales and minimums in fp16 for every SIZE inputs of an output. No include guard: each
 // instruction set compiles its own copy.
 //
-// A value is a code of BITS bits minus MIDDLE, or what a table has for the code. Activations are a * q + least; `sum` is the
-// sum of the activations of SIZE inputs. Then these contribute
+// A value is a code of BITS bits minus MIDDLE, or what a table has for the code. Activations are a * q + least. Then a group
+// contributes
 //
-//   scale * (a * dot + least * Σ value) + (minimum + MIDDLE * scale) * sum
+//   a * Σ (scale * dot + minimum * count) + least * total
 //
-// where dot, the sum of q · value, is exact. `least` is the same for all of a group, so its sums of scale * Σ value are
-// stored as one number, the offset. Groups are added in float32, in an order that does not depend on which rows are computed
-// together.
+// where the sum is over its parts of SIZE inputs, dot is a part's sum of q · value and count that of q, both exact, and total
+// is the sum of the group's weights, which is stored. Groups are added in float32, in an order that does not depend on which
+// rows are computed together.
 //
 // Weights are stored in panels of PANEL outputs, group by group. A quad is four inputs, a byte each, of PANEL outputs.
 // Of a group there are
 //
 //   [GROUP / 8][PANEL][4]  the lower four bits of two quads, in the halves of each byte; in 8 bits the codes themselves
 //   [...][PANEL][4]        in 5 and 6 bits the upper bits of 8 or 4 quads, from the lowest bits of a byte on
-//   fp16 [...][PANEL]      scales, minimums if there are any, and offsets
+//   fp16 [...][PANEL]      scales, minimums if there are any, and totals
 //
 // Behind the last panel stands the table, if there is one.
 
@@ -29,7 +29,8 @@ struct Codes {
     static constexpr int BITS = BITS_;
     static constexpr int64_t SIZE = SIZE_;
     static constexpr bool HAS_MINIMUM = HAS_MINIMUM_, HAS_TABLE = LOOK != Look::nowhere;
-    static constexpr int MIDDLE = HAS_TABLE ? 0 : 1 << (BITS - 1);
+    static constexpr int MIDDLE = HAS_TABLE || HAS_MINIMUM ? 0 : 1 << (BITS - 1);
+    static constexpr int SHIFT = HAS_MINIMUM ? CODES_SHIFT : ACTIVATION_SHIFT;
     static constexpr int64_t PARTS = GROUP / SIZE, NUMBERS = PARTS * (HAS_MINIMUM ? 2 : 1) + 1;
     static constexpr int64_t CODE_BYTES = GROUP * BITS / 8, GROUP_BYTES = (CODE_BYTES + 2 * NUMBERS) * PANEL;
 
@@ -104,6 +105,7 @@ struct Codes {
     PAGODA_INLINE Ints values(const uint8_t* from, int64_t quad, int digit, const Ints* tables) {
         Words code = codes<Words>(from, quad);
         if constexpr (HAS_TABLE) return look_up(tables[digit], (Ints)code);
+        if constexpr (MIDDLE == 0) return (Ints)code;
         if constexpr (DIGITS == 1) return (Ints)((Bytes)code - static_cast<int8_t>(MIDDLE));
         return (Ints)(digit ? (Words)((Bytes)(code >> 4 & LOW) - int8_t{8}) : code & LOW);
     }
@@ -150,20 +152,25 @@ void pack_grouped(ThreadPool& pool, const GroupRows& rows, const int8_t* table, 
             for (int64_t first = 0; first < PANEL; first += LANES) {
                 const GroupRow* row = of_column + first;
                 auto* numbers = reinterpret_cast<uint16_t*>(bytes + C::CODE_BYTES * PANEL) + first;
-                Floats offset{};
+                Floats weights{};
+                auto put = [&](int64_t place, Halves halves) {
+                    std::memcpy(numbers + place * PANEL, &halves, sizeof halves);
+                    return load_fp16(numbers + place * PANEL);
+                };
                 for (int64_t part = 0; part < parts; part++) {
                     int64_t place = group * C::PARTS + part;
-                    Words quads[C::SIZE / 4], scale;
+                    Words quads[C::SIZE / 4];
                     Ints sum = C::read(row, place, tables[0], quads);
                     C::set(bytes + 4 * first, part * C::SIZE / 4, quads);
+                    Halves scale, minimum{};
                     for (int lane = 0; lane < LANES; lane++) {
-                        scale[lane] = numbers[part * PANEL + lane] = row[lane].scales[place];
-                        if (C::HAS_MINIMUM) numbers[(C::PARTS + part) * PANEL + lane] = row[lane].minimums[place];
+                        scale[lane] = row[lane].scales[place];
+                        if (C::HAS_MINIMUM) minimum[lane] = row[lane].minimums[place];
                     }
-                    Floats magnitude = (Floats)((scale & 0x7fff) << 13) * 0x1p112f;  // as from_fp16 has it
-                    offset += (Floats)((Words)magnitude | (scale & 0x8000) << 16) * to_floats(sum);
+                    weights += put(part, scale) * to_floats(sum);
+                    if (C::HAS_MINIMUM) weights += put(C::PARTS + part, minimum) * static_cast<float>(C::SIZE);
                 }
-                for (int lane = 0; lane < LANES; lane++) numbers[(C::NUMBERS - 1) * PANEL + lane] = to_fp16(offset[lane]);
+                for (int lane = 0; lane < LANES; lane++) numbers[(C::NUMBERS - 1) * PANEL + lane] = to_fp16(weights[lane]);
             }
         }
     });
@@ -182,6 +189,7 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
         int64_t at = rows.at(first_row, group);
         const uint8_t* x = rows.values + at * GROUP;
         const auto* numbers = reinterpret_cast<const uint16_t*>(bytes + C::CODE_BYTES * PANEL);
+        Floats scaled[ROWS][VECTORS];
         PAGODA_UNROLL
         for (int part = 0; part < C::PARTS; part++) {
             Ints whole[ROWS][VECTORS];
@@ -202,8 +210,9 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
                             for_each_quad([&, a = load_activations(x + row * GROUP + k)](auto quad) PAGODA_INLINE_LAMBDA {
                                 PAGODA_UNROLL
                                 for (int i = 0; i < VECTORS; i++) {
-                                    products[row][i] = dot4_small<quad.value>(products[row][i], a, w[quad.value][i]);
-                                    if (KEEPS_SUMS) PAGODA_KEEP(products[row][i]);
+                                    Ints &sum = products[row][i], weights = w[quad.value][i];
+                                    sum = C::HAS_MINIMUM ? dot4_codes<quad.value>(sum, a, weights) : dot4_small<quad.value>(sum, a, weights);
+                                    if (KEEPS_SUMS) PAGODA_KEEP(sum);
                                 }
                             });
                     }
@@ -218,22 +227,24 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
                 }
             PAGODA_UNROLL
             for (int i = 0; i < VECTORS; i++) {
-                Floats scale = load_fp16(numbers + part * PANEL + i * LANES), middle{};  // the weight of value 0
-                if constexpr (C::HAS_MINIMUM)
-                    middle = load_fp16(numbers + (C::PARTS + part) * PANEL + i * LANES) + static_cast<float>(C::MIDDLE) * scale;
+                Floats scale = load_fp16(numbers + part * PANEL + i * LANES), minimum{};
+                if constexpr (C::HAS_MINIMUM) minimum = load_fp16(numbers + (C::PARTS + part) * PANEL + i * LANES);
                 PAGODA_UNROLL
                 for (int row = 0; row < ROWS; row++) {
-                    sums[row][i] += to_floats(C::IS_ONE_RUN ? total(whole[row][i]) : whole[row][i]) * (scale * broadcast(rows.scales[at + row]));
-                    if constexpr (C::HAS_MINIMUM) sums[row][i] += middle * broadcast(rows.halves[2 * (at + row) + part]);
+                    Floats dot = to_floats(C::IS_ONE_RUN ? total(whole[row][i]) : whole[row][i]);
+                    scaled[row][i] = part == 0 ? dot * scale : scaled[row][i] + dot * scale;
+                    if constexpr (C::HAS_MINIMUM) scaled[row][i] += minimum * broadcast(rows.counts[2 * (at + row) + part]);
                 }
             }
         }
         PAGODA_UNROLL
         for (int i = 0; i < VECTORS; i++) {
-            Floats offset = load_fp16(numbers + (C::NUMBERS - 1) * PANEL + i * LANES);
+            Floats weights = load_fp16(numbers + (C::NUMBERS - 1) * PANEL + i * LANES);
             PAGODA_UNROLL
-            for (int row = 0; row < ROWS; row++)
-                sums[row][i] += offset * broadcast(rows.least[at + row]);
+            for (int row = 0; row < ROWS; row++) {
+                sums[row][i] += weights * broadcast(rows.least[at + row]);
+                sums[row][i] += scaled[row][i] * broadcast(rows.scales[at + row]);
+            }
         }
     }
     PAGODA_UNROLL
@@ -244,10 +255,10 @@ PAGODA_APART void multiply_grouped(const QuantizedRows& rows, int64_t first_row,
 
 template <typename C, typename T>
 void linear_grouped(ThreadPool& pool, const LinearArgs& args) {
-    static_assert(!C::HAS_MINIMUM || C::SIZE == GROUP / 2);  // activations are summed by halves
+    static_assert(!C::HAS_MINIMUM || C::SIZE == GROUP / 2);  // quantized rows have counts of halves
     constexpr int TILE_ROWS = REGISTERS == 32 ? 8 : 4;  // all sums of a group stay in registers
     if (args.rows == 0) return;
-    QuantizedRows rows = quantize_rows<T>(pool, args, C::HAS_MINIMUM);
+    QuantizedRows rows = quantize_rows<T>(pool, args, C::SHIFT, C::HAS_MINIMUM);
     const uint8_t* weight = static_cast<const uint8_t*>(args.weight);
     GroupedPanels<C> panels(args.in);
     int64_t panel_bytes = panels.panel_bytes();
@@ -275,7 +286,7 @@ void embedding_grouped(ThreadPool& pool, const int64_t* ids, const uint8_t* pack
                 float scale = from_fp16(*numbers), minimum = C::HAS_MINIMUM ? from_fp16(numbers[C::PARTS * PANEL]) : 0.0f;
                 uint32_t codes = C::template codes<uint32_t>(bytes + 4 * column, first % GROUP / 4);
                 for (int64_t i = first; i < first + 4; i++, codes >>= 8) {
-                    int code = codes & 255, value = C::HAS_TABLE ? table[code] : C::HAS_MINIMUM ? code : code - C::MIDDLE;
+                    int code = codes & 255, value = C::HAS_TABLE ? table[code] : code - C::MIDDLE;
                     round_to(out + row * in + i, scale * static_cast<float>(value) + minimum);
                 }
             }

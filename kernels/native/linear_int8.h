@@ -111,7 +111,7 @@ template <typename T>
 void linear_int8(ThreadPool& pool, const LinearArgs& args) {
     constexpr int TILE_ROWS = REGISTERS == 32 ? 8 : PAIRS_ARE_LIMITED ? 4 : 6;  // all sums of a group stay in registers
     if (args.rows == 0) return;
-    QuantizedRows rows = quantize_rows<T>(pool, args, false);
+    QuantizedRows rows = quantize_rows<T>(pool, args, ACTIVATION_SHIFT, false);
     const int8_t* weight = static_cast<const int8_t*>(args.weight);
     int64_t panel_bytes = rows.groups * GROUP * PANEL;
     multiply_panels<TILE_ROWS, 96, T>(

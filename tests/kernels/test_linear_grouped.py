@@ -37,7 +37,8 @@ def random_weight(out_size: int, in_size: int, form: GroupedFormat = INT4) -> Gr
     greatest = 8 if form == INT4 else weight.whole_values().int().abs().max().item()
     weight.scales.normal_(0, 1.6 / greatest)  # of either sign, as files have them
     if weight.minimums is not None:
-        weight.minimums.normal_(-1, 0.5)
+        middle = greatest if form == INT4 else greatest / 2
+        weight.minimums.normal_(0, 0.5).sub_(middle * weight.scales)  # zero is within the range of most groups
     return weight
 
 

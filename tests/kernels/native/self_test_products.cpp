@@ -147,17 +147,17 @@ struct GroupedFormat {
     int bits;
     int64_t group;
     bool has_minimum;
-    int middle;  // the code of value 0 in products without a table
+    int middle;  // the code of value 0, if there is neither a table nor a minimum
     std::vector<int8_t> table;
 };
 
 const GroupedFormat GROUPED_FORMATS[] = {
-    {Grouped::nibbles_above_minimum, 4, 32, true, 8, {}},
+    {Grouped::nibbles_above_minimum, 4, 32, true, 0, {}},
     {Grouped::nibbles, 4, 32, false, 8, {}},
     {Grouped::small_table, 4, 32, false, 0, {-16, 16, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12}},
     {Grouped::table, 4, 32, false, 0, {-128, 127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89}},
     {Grouped::five_bits, 5, 32, false, 16, {}},
-    {Grouped::five_bits_above_minimum, 5, 32, true, 16, {}},
+    {Grouped::five_bits_above_minimum, 5, 32, true, 0, {}},
     {Grouped::six_bits, 6, 16, false, 32, {}},
     {Grouped::bytes, 8, 32, false, 128, {}},
 };
@@ -168,7 +168,7 @@ public:
     GroupedWeight(const Subject& on, const Shape& shape, Random& random, const GroupedFormat& format = GROUPED_FORMATS[0])
         : Weight(on, shape, on.ops.grouped_bytes(format.format, shape.in, shape.out), 0), format_(format),
           values_(shape.out * shape.in / (format.bits == 4 ? 2 : 1)), scales_of_(shape.out * shape.in / format.group), minimums_(scales_of_.size()) {
-        int shift = format.has_minimum || format.bits == 8 ? 0 : format.middle, range = format.bits == 4 ? 256 : 1 << format.bits;
+        int shift = format.bits == 8 ? 0 : format.middle, range = format.bits == 4 ? 256 : 1 << format.bits;
         for (uint8_t& value : values_) value = static_cast<uint8_t>(random.below(range) - (format.bits == 4 ? 0 : shift));
         for (size_t i = 0; i < scales_of_.size(); i++) {
             scales_of_[i] = fp16(static_cast<int>(1024 + random.below(1024)), static_cast<int>(-random.below(5)) - 14);
@@ -177,7 +177,7 @@ public:
             if (i % 19 == 5) scales_of_[i] = static_cast<uint16_t>(random.below(1024));  // a denormal
         }
         // The greatest values: their products with the greatest activations must not overflow.
-        int8_t least = format.has_minimum ? 0 : static_cast<int8_t>(-format.middle), most = static_cast<int8_t>((1 << format.bits) - 1 + least);
+        int8_t least = static_cast<int8_t>(-format.middle), most = static_cast<int8_t>((1 << format.bits) - 1 + least);
         for (int64_t i = 0; i < shape.in / (format.bits == 4 ? 2 : 1); i++) {
             values_[i] = format.bits == 4 ? 0xff * (format.table.empty()) + 0x11 * !format.table.empty() : static_cast<uint8_t>(most);
             if (shape.out > 1) values_[values_.size() - 1 - i] = format.bits == 4 ? 0 : static_cast<uint8_t>(least);
@@ -196,9 +196,6 @@ public:
     double scale(int64_t column, int64_t i) const { return from_fp16(scales_of_[group(column, i)]); }
     double minimum(int64_t column, int64_t i) const { return format_.has_minimum ? from_fp16(minimums_[group(column, i)]) : 0; }
 
-    // Products have value - middle, and minimum + middle * scale in place of the minimum.
-    double middle() const { return format_.has_minimum ? format_.middle : 0; }
-
     double value(int64_t column, int64_t i) const {
         if (format_.bits > 4) {
             uint8_t value = values_[column * shape_.in + i];
@@ -206,7 +203,7 @@ public:
         }
         int64_t half = format_.group / 2;  // the first half of a group is in the low bits
         int code = values_[group(column, i) * half + i % half] >> (i % format_.group < half ? 0 : 4) & 15;
-        return !format_.table.empty() ? format_.table[code] : format_.has_minimum ? code : code - format_.middle;
+        return format_.table.empty() ? code - format_.middle : format_.table[code];
     }
 
     void set_group(int64_t column, int64_t first, uint16_t scale, uint16_t minimum) {
@@ -465,22 +462,18 @@ Findings test_grouped_exactly(const Subject& on) {
                 }
             }
             product.run(found);
-            double middle = product.weight.middle();
             Table parts(shape.out, shape.in, 1, [&](int64_t column, int64_t i) {
-                double scale = product.weight.scale(column, i), value = product.weight.value(column, i) - middle;
-                return std::fabs(scale * value) + std::fabs(product.weight.minimum(column, i) + middle * scale);
+                return std::fabs(product.weight.scale(column, i) * product.weight.value(column, i)) + std::fabs(product.weight.minimum(column, i));
             });
-            Table offsets(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) {
-                return product.weight.scale(column, i) * (product.weight.value(column, i) - middle);
-            });
+            Table totals(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return product.weight.at(column, i); });
             product.compare(found, [&](int64_t row, int64_t column, double) {
                 double magnitude = std::fabs(product.bias.at(column));
                 for (int64_t i = 0; i < shape.in; i++) {
                     auto [step, least] = product.counted(row, i);
                     magnitude += parts(column, i) * (std::fabs(product.input(row, i)) + std::fabs(least) + 128 * step);
                     // Larger values have sums with more bits than fp16.
-                    if (i % GROUP == 0 && std::fabs(offsets(column, i / GROUP)) >= 2048 * product.weight.scale(column, i))
-                        magnitude += std::fabs(offsets(column, i / GROUP)) * 0x1p-11 * (std::fabs(least) + 128 * step) / found.bound;
+                    if (i % GROUP == 0 && std::fabs(totals(column, i / GROUP)) >= 2048 * product.weight.scale(column, i))
+                        magnitude += std::fabs(totals(column, i / GROUP)) * 0x1p-11 * (std::fabs(least) + 128 * step) / found.bound;
                 }
                 return magnitude;
             });
@@ -489,7 +482,7 @@ Findings test_grouped_exactly(const Subject& on) {
 }
 
 // Any numbers. Errors are counted in standard deviations of the rounding errors: of activations to bytes, and to fp16 of the sum
-// of weights that is multiplied by their least element and of a minimum plus scales.
+// of weights that is multiplied by their least element.
 Findings test_grouped(const Subject& on) {
     constexpr double ULP = 0x1p-10;
     Findings found(6);
@@ -499,20 +492,14 @@ Findings test_grouped(const Subject& on) {
             Product<GroupedWeight> product(on, shape, random, format);
             product.set_input(0, shape.in - 1, 100.0);
             product.run(found);
-            double middle = product.weight.middle();
-            auto centred = [&](int64_t column, int64_t i) { return product.weight.scale(column, i) * (product.weight.value(column, i) - middle); };
-            auto minimum = [&](int64_t column, int64_t i) { return i % HALF ? 0 : product.weight.minimum(column, i) + middle * product.weight.scale(column, i); };
             Table w_squares(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return square(product.weight.at(column, i)); });
-            Table offsets(shape.out, shape.in, GROUP, centred), minimums(shape.out, shape.in, HALF, minimum);
-            Table totals(shape.rows, shape.in, HALF, [&](int64_t row, int64_t i) { return product.input(row, i); });
+            Table totals(shape.out, shape.in, GROUP, [&](int64_t column, int64_t i) { return product.weight.at(column, i); });
             product.compare(found, [&](int64_t row, int64_t column, double want) {
                 double sum = square(2 * on.rounding() * want + 4e-6 * want);
                 for (int64_t first = 0; first < shape.in; first += GROUP) {
                     auto [step, least] = product.counted(row, first);
                     sum += square(step) * w_squares(column, first / GROUP);
-                    sum += square(ULP * offsets(column, first / GROUP) * std::max(std::fabs(least), std::fabs(least + 128 * step)));
-                    for (int64_t half = first / HALF; half < std::min(shape.in, first + GROUP) / HALF && format.has_minimum; half++)
-                        sum += square(ULP * minimums(column, half) * totals(row, half));
+                    sum += square(ULP * totals(column, first / GROUP) * std::max(std::fabs(least), std::fabs(least + 128 * step)));
                 }
                 return std::sqrt(sum / 12);
             });
