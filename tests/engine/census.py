@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from pagoda_server.engine.core.errors import ConfigError
+from pagoda_server.engine.models import read_config
 from pagoda_server.engine.models.inert_fields import is_inert
 from tests.engine.tiny_models import ShuffledBlocks, load_runner, next_chunk, random_prompt, step, step_logits
 
@@ -66,6 +67,10 @@ def outcome_of(fields: Mapping[str, Any], folder: Path) -> Outcome:
     """Save a random model of this config.json, and compare a sequence, in two chunks, with transformers' eager one."""
     path = folder / "config.json"
     path.write_text(json.dumps(fields))
+    try:
+        read_config(folder)  # most changes end here, before transformers has made a model
+    except ConfigError as error:
+        return Outcome("refused", str(error))
     try:
         prompt, theirs = _their_logits(folder)
     except Exception as error:  # whatever a class says of a value that it does not know

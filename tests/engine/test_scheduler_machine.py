@@ -565,7 +565,7 @@ TestWindowHostCacheUnreliable = WindowHostCacheUnreliableMachine.TestCase
 TestAdapters = AdaptersMachine.TestCase
 TestAdaptersUnreliable = AdaptersUnreliableMachine.TestCase
 TestAdaptersHostOverlap = AdaptersHostOverlapMachine.TestCase
-EXAMPLES = int(os.environ.get("PAGODA_TEST_EXAMPLES", "1"))  # .ci/run tries more of them
+EXAMPLES = int(os.environ.get("PAGODA_TEST_EXAMPLES", "1"))
 
 
 def examples(count: int) -> settings:
