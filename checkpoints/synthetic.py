@@ -15,7 +15,7 @@ NAME = "synthetic"
 FAMILY = "synthetic"
 MAX_POSITION_EMBEDDINGS = 32_768
 START, END = "<|im_start|>", "<|im_end|>"
-START_ID, END_ID = 256, 257
+END_ID = 257  # behind the bytes and START
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
