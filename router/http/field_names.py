@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TypeAlias
 
 # What a translation notes: where a client has put a part of a message, by the protocol's path of that part.
-Places: TypeAlias = MutableMapping[str, str]
+FieldPlaces: TypeAlias = MutableMapping[str, str]
 Rule: TypeAlias = tuple[str, str]  # a pattern and its replacement
 
 _OF_ALL = (

@@ -15,7 +15,7 @@ from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count
 from ...request.json_body import Fields, Json, json_object, shown, translating
 from ...request.structured_outputs import schema_text
-from ..field_names import FieldNames, Places
+from ..field_names import FieldNames, FieldPlaces
 
 _IGNORED = ("metadata", "cache_control")  # they change no answer
 _CHOICES = {
@@ -35,7 +35,7 @@ class Asked:
     """
 
     is_stream: bool = False
-    places: Places = field(default_factory=dict)
+    places: FieldPlaces = field(default_factory=dict)
 
 
 def generate_request(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.GenerateRequest:
@@ -97,7 +97,7 @@ def _output(given: Fields, request: inference_pb2.GenerateRequest) -> None:
 # -- the conversation -------------------------------------------------------------------------------------------------
 
 
-def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
+def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: FieldPlaces) -> None:
     messages = given.entries("messages", limits.max_messages)
     if not messages:
         raise InvalidArgument("messages", "is missing or empty")
@@ -138,7 +138,7 @@ def _system(system: str | list[Json], limits: Limits) -> chat_pb2.ChatMessage:
     return message
 
 
-def _add_message(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
+def _add_message(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: FieldPlaces) -> None:
     """Add a message; results of tools, which a user's message holds, are messages of their own before it."""
     role = given.take("role", str, "a string")
     if role not in ("user", "assistant"):

@@ -18,7 +18,7 @@ from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count
 from ...request.json_body import Fields, Json, json_object, shown, translating
 from ...request.structured_outputs import schema_text
-from ..field_names import FieldNames, Places
+from ..field_names import FieldNames, FieldPlaces
 from ..openai.chats import function_tool, set_mode
 
 _IGNORED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "client_metadata")
@@ -54,7 +54,7 @@ class Asked:
     is_stream: bool = False
     echoed: bytes = b""
     created: int = field(default_factory=lambda: int(time.time()))
-    places: Places = field(default_factory=dict)
+    places: FieldPlaces = field(default_factory=dict)
 
 
 def generate_request(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.GenerateRequest:
@@ -148,7 +148,7 @@ def _format(given: Fields, request: inference_pb2.GenerateRequest) -> None:
 # -- the conversation -------------------------------------------------------------------------------------------------
 
 
-def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
+def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: FieldPlaces) -> None:
     wanted = given.take("input", (str, list), "a string or a list of items")
     if not wanted:
         raise InvalidArgument("input", "is missing or empty")
@@ -183,7 +183,7 @@ def _add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: Places
 class _Items:
     """Items of a conversation as its messages: what an assistant thought, said and called becomes one of them."""
 
-    def __init__(self, chat: chat_pb2.Chat, limits: Limits, places: Places) -> None:
+    def __init__(self, chat: chat_pb2.Chat, limits: Limits, places: FieldPlaces) -> None:
         self._chat = chat
         self._places = places
         self._limits = limits
