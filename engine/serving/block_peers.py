@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -80,23 +80,22 @@ class BlockPeers:
     def _read(self, peer: str, wanted: Sequence[tuple[bytes, int]], asked_at: float) -> None:
         num_read = 0
         try:
-            for _, host in wanted[: self._fetch(peer, wanted, asked_at)]:
-                num_read += 1
-                self._done.put(Done(host, True, (time.perf_counter() - asked_at) / len(wanted)))
+            for host in self._fetched(peer, wanted, asked_at):
+                num_read += 1  # each at once: a sequence that has waited long enough starts with what has come
+                self._done.put(Done(host, True, (time.perf_counter() - asked_at) / num_read))
         except Exception:
             log.exception("blocks of %s could not be fetched", peer)
         for _, host in wanted[num_read:]:
             self._done.put(Done(host, False, (time.perf_counter() - asked_at) / len(wanted)))
         self._wake()
 
-    def _fetch(self, peer: str, wanted: Sequence[tuple[bytes, int]], asked_at: float) -> int:
-        """Fetch blocks into their host blocks; return how many of the first ones came whole."""
+    def _fetched(self, peer: str, wanted: Sequence[tuple[bytes, int]], asked_at: float) -> Iterator[int]:
+        """Fetch blocks; yield the host block of each that has come whole, up to the first one that does not."""
         trust, channel = self._channel(peer)
         request = engine_pb2.FetchRequest(layout=self.lent.layout, addresses=[address for address, _ in wanted])
         timeout_s = TIMEOUT_S - (time.perf_counter() - asked_at)
-        num_whole = 0
         if timeout_s <= 0:
-            return num_whole
+            return
         call = engine_pb2_grpc.BlocksStub(channel).Fetch(request, timeout=timeout_s, metadata=trust.metadata)
         try:
             for (_, host), block in zip(wanted, call, strict=False):
@@ -104,12 +103,11 @@ class BlockPeers:
                     self._log(f"{peer} has sent a damaged block")
                     break
                 self.rows.host_row(host)[:] = block.content
-                num_whole += 1
+                yield host
         except grpc.RpcError as error:
             self._log(f"{peer} does not lend its blocks: {error.code().name}: {error.details()}")
         finally:
             call.cancel()
-        return num_whole
 
     def _channel(self, peer: str) -> tuple[Trust, grpc.Channel]:
         """A channel to an engine with this end's certificates of now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -101,6 +102,26 @@ def test_blocks_come_into_their_host_blocks(tmp_path: Path) -> None:
         outcomes, rows = fetched(address)
     assert outcomes == [True] * 4
     assert all(bytes(rows.host_row(at)) == content_of(address_of(at)) for at in range(4))
+
+
+def test_a_block_that_has_come_counts_before_the_others_come(tmp_path: Path) -> None:
+    rest = threading.Event()
+
+    def answer(request: engine_pb2.FetchRequest, context: Any) -> Iterator[engine_pb2.FetchedBlock]:
+        yield block(request.addresses[0])
+        rest.wait(60)
+
+    with lender(tmp_path, answer) as address:
+        peers = BlockPeers(Rows(), LENT, ChannelTrust(EngineConfig(), is_engine=True))
+        with patch.object(block_peers, "TIMEOUT_S", 60.0):
+            peers.read(address, [(address_of(at), at) for at in range(2)])
+            deadline = time.monotonic() + 30
+            while not (done := peers.take_done()):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        assert [(each.host, each.is_ok) for each in done] == [(0, True)]
+        rest.set()
+        peers.close()
 
 
 WRONG: dict[str, Any] = {
