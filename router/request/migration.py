@@ -60,6 +60,7 @@ class Migration:
         timeout_s: Callable[[], float | None],
     ) -> None:
         self.target: EngineChannel | None = None
+        self._num_copied = 0  # tokens of output that it has computed, as far as is known
         self._migrations = migrations
         self._engines = engines
         self._source = source
@@ -76,6 +77,14 @@ class Migration:
         if self._task is None and source.is_draining and source.block_layout and self._migrations.is_on:
             self._task = asyncio.create_task(self._prepare())
         return False
+
+    @property
+    def lender(self) -> tuple[str, int] | None:
+        """Where `target` can fetch what it lacks; None: that is so little that it is computed sooner."""
+        if self._num_tokens - self._num_copied <= FEW * self._submit.sampling.n:
+            return None
+        longest = max(len(ids) for ids in self._progress() if ids is not None)
+        return self._source.address, len(self._submit.prompt) + longest
 
     def close(self) -> None:
         if self._task is not None:
@@ -102,6 +111,7 @@ class Migration:
             if not is_copied and (number == 0 or has_failed):
                 return None
             has_failed |= not is_copied  # a later round may fail once: most of the stream is there already
+            self._num_copied = before if is_copied else self._num_copied
             if is_copied and self._num_tokens - before <= FEW * self._submit.sampling.n:
                 break
         return target if is_copied else None

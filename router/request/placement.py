@@ -88,6 +88,7 @@ class Placement:
         self._submitted_at = submitted_at
         self._on_start = on_start
         self._left: list[Stream] = []  # of engines that go on without the request
+        self._lends: Stream | None = None  # runs on where the request was, until the next engine has fetched its blocks
         self._prefill: EngineChannel | None = None  # has computed the prompt
         self._migration: Migration | None = None
 
@@ -108,14 +109,18 @@ class Placement:
 
         prompt  see GenerateCall.run
         """
-        migration = self._migration = self._new_migration(answer)
+        migration, lender = self._new_migration(answer), None
+        self._migration = migration
         try:
-            if await answer.run(self.stream, prompt, migration.is_due):
+            if await answer.run(self.stream, prompt, self._is_due):
                 return True
             assert migration.target is not None, "it is due"
-            engine = migration.target
+            engine, lender = migration.target, migration.lender
             self._leave(answer, self.stream.inboxes)
-            self.stream.abort()
+            if lender is None:
+                self.stream.abort()
+            else:  # an engine that is going to end does so once it has no sequences
+                self._lends = self.stream
         except HandedOver:
             assert isinstance(self.stream, FirstTokens), "others do not raise it"
             self._prefill = self.engine
@@ -128,8 +133,15 @@ class Placement:
             engine = await self._admitted.elsewhere(self._engines, self.engine, lost, has_begun=begun)
         migration.close()
         ends = self._admitted.live.is_aborted
-        self._submit_to(engine, [None] * len(answer.progress) if ends else answer.progress)
+        self._submit_to(engine, [None] * len(answer.progress) if ends else answer.progress, lender=lender)
         return False
+
+    def _is_due(self) -> bool:
+        """Say whether the request is to leave its engine now. Asked after each message."""
+        if self._lends is not None:
+            self._lends.abort()
+            self._lends = None
+        return self._migration is not None and self._migration.is_due()
 
     def _leave(self, answer: GenerateCall, ends: Sequence[SequenceInbox]) -> None:
         """Let the engine go on without the request.
@@ -149,7 +161,13 @@ class Placement:
             lambda: time_left(self._admitted.call),
         )
 
-    def _submit_to(self, engine: EngineChannel, progress: Progress, asked: Asked | None = None) -> None:
+    def _submit_to(
+        self,
+        engine: EngineChannel,
+        progress: Progress,
+        asked: Asked | None = None,
+        lender: tuple[str, int] | None = None,
+    ) -> None:
         submit = self._submit
         is_first = engine.role == "prefill" and not has_begun(progress) and submit.max_tokens > 1
         if is_first:
@@ -164,7 +182,7 @@ class Placement:
             timeout_s=time_left(self._admitted.call),
             on_start=self._on_start,
             asked=asked,
-            lender=self._lender(engine),
+            lender=lender or self._lender(engine),
         )
         self._note(engine, FirstTokens(stream) if is_first and isinstance(stream, EngineStream) else stream)
 

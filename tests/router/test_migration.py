@@ -62,8 +62,13 @@ class Engine(test_failover.Engine):
         return stream
 
 
-async def due(source: Engine, *others: Engine, progress: Any = None, is_on: bool = True) -> tuple[Any, Migrations]:
-    """The engine to which a stream is due to go, if it is; all that runs on its behalf has ended."""
+async def due(
+    source: Engine, *others: Engine, progress: Any = None, is_on: bool = True, lenders: list[Any] | None = None
+) -> tuple[Any, Migrations]:
+    """The engine to which a stream is due to go, if it is; all that runs on its behalf has ended.
+
+    lenders  gets where that engine can fetch what it lacks
+    """
     migrations, known = Migrations(is_on=is_on), progress if progress is not None else [array("I", [4, 5]), None]
     any_source: Any = source
     moving = Migration(migrations, fleet_of(source, *others), any_source, SUBMIT, lambda: known, lambda: 30.0)
@@ -71,6 +76,8 @@ async def due(source: Engine, *others: Engine, progress: Any = None, is_on: bool
     for _ in range(10):
         await asyncio.sleep(0.01)
     is_due = moving.is_due()
+    if lenders is not None:
+        lenders.append(moving.lender)
     moving.close()
     await asyncio.sleep(0)
     return moving.target if is_due else None, migrations
@@ -94,8 +101,11 @@ async def test_another_engine_computes_each_unfinished_sequence_as_it_is_before_
 async def test_a_stream_is_copied_again_until_it_is_a_few_tokens_ahead(grows: list[int], num_rounds: int) -> None:
     ids, rest = array("I", [4]), iter(grows)
     target = Engine(meanwhile=lambda: ids.extend([6] * next(rest)))
-    found, _ = await due(Engine(says_goodbye=True), target, progress=[ids, None])
+    source, lenders = Engine(says_goodbye=True), list[Any]()
+    found, _ = await due(source, target, progress=[ids, None], lenders=lenders)
     assert found is target
+    is_far_ahead = grows[num_rounds - 1] > migration.FEW * SUBMIT.sampling.n
+    assert lenders == [(source.address, len(SUBMIT.prompt) + len(ids)) if is_far_ahead else None]
     lengths = [len(submit.outputs[0].ids) for submit, _, _ in target.asked]
     assert lengths == [1 + sum(grows[:at]) for at in range(num_rounds)], "each round has what has come since"
 
