@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from .folder import CheckpointError, quoted
 from .safetensors_header import LENGTH_BYTES, TensorEntry, parse_header
-from .stored import widened
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 18
@@ -32,9 +31,9 @@ MAX_REPETITIONS, MAX_ALTERNATIVES, MAX_GROUPS = 2, 8, 2  # in a pattern
 MAX_AMBIGUOUS = 64  # entries with any of these
 MAX_NUMBER = 10**9  # in adapter_config.json, or its negative
 MAX_NAMED = 3  # modules in an error
+PIECE_BYTES = 1 << 19  # of a file, read or hashed at once
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # dtypes of AdapterMatrix
+STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # dtypes of an AdapterPair
 
 # Fields of adapter_config.json that change nothing here: how the adapter was trained.
 _INERT = frozenset(
@@ -51,6 +50,13 @@ _READ = frozenset(
     }
 )  # fmt: skip
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the weights of the base model
+
+
+Rest = Callable[[], None]  # is called between pieces of the work
+
+
+def no_rest() -> None:
+    """Go on at once."""
 
 
 class AdapterNotFound(CheckpointError, FileNotFoundError):
@@ -80,43 +86,21 @@ class AdapterLimits:
         return 65_536 + 2 * len(self.modules) * MOST_HEADER_BYTES_A_TENSOR
 
 
-class AdapterMatrix:
-    """One of the two matrices of a module, as its file stores it.
-
-    stored    [rows, columns] float32, float16, or uint16: the bits of bfloat16
-    greatest  the greatest absolute value; infinite or NaN if a value is
-    """
-
-    __slots__ = ("greatest", "stored")
-
-    def __init__(self, stored: NDArray[Any]) -> None:
-        # A file may have its values at any byte; a tensor needs them at a multiple of their size.
-        self.stored = stored = stored if stored.flags.aligned else stored.copy()
-        # The bits of positive floats are in the order of their values, so that integers find the greatest in one pass.
-        width = stored.dtype.itemsize
-        bits = max(stored.view(f"i{width}").max(), int(stored.view(f"u{width}").max()) & (1 << 8 * width - 1) - 1)
-        self.greatest = float(_widened(np.array([bits], f"u{width}").view(stored.dtype))[0])
-
-    @property
-    def values(self) -> NDArray[np.float32]:
-        return _widened(self.stored)
-
-
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """What is added to the weight of one module: scale · up · down.
+    """What is added to the weight of one module: scale · up · down, which whoever computes it checks for being finite.
 
     down  [rank, in]
-    up    [out, rank]
+    up    [out, rank]; both as their file stores them: float32, float16, or uint16, the bits of bfloat16
     """
 
-    down: AdapterMatrix
-    up: AdapterMatrix
+    down: NDArray[Any]
+    up: NDArray[Any]
     scale: float
 
     @property
     def rank(self) -> int:
-        return len(self.down.stored)
+        return len(self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +119,19 @@ class AdapterFile:
         return max(pair.rank for pair in self.pairs.values())
 
 
-def read_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
+def read_adapter(path: Path, limits: AdapterLimits, rest: Rest = no_rest) -> AdapterFile:
     """Read a folder that PEFT has written.
 
     Raises AdapterNotFound, or CheckpointError for what is broken, not supported, or does not fit the model.
     """
-    config_bytes = read_whole(path / CONFIG, MAX_CONFIG_BYTES)
-    config = AdapterConfig(config_bytes, limits.max_rank)
-    content = read_whole(path / TENSORS, limits.most_bytes)
+    config_bytes = read_whole(path / CONFIG, MAX_CONFIG_BYTES, rest)
+    config = AdapterConfig(bytes(config_bytes), limits.max_rank)
+    content = read_whole(path / TENSORS, limits.most_bytes, rest)
     halves: dict[str, dict[str, NDArray[Any]]] = {}
     for entry in _entries(content, limits):
         module, half = _place(entry.name)
         halves.setdefault(module, {})[half] = _stored(content, entry)
+        rest()
     pairs: dict[str, AdapterPair] = {}
     for module, found in halves.items():
         if len(found) < 2:
@@ -155,8 +140,9 @@ def read_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
         pairs[module] = checked(module, down, up, config.scale_of(module, rank), limits)
         if len(down) != rank:
             raise CheckpointError(f"{CONFIG} gives {quoted(module)} rank {rank}, but its tensors have {len(down)}")
+        rest()
     config.check_targets(not_empty(pairs).keys(), limits.modules)
-    return AdapterFile(identity_of(config_bytes, content), pairs)
+    return AdapterFile(identity_of(config_bytes, content, rest=rest), pairs)
 
 
 def not_empty(pairs: dict[str, AdapterPair]) -> dict[str, AdapterPair]:
@@ -165,17 +151,19 @@ def not_empty(pairs: dict[str, AdapterPair]) -> dict[str, AdapterPair]:
     return pairs
 
 
-def identity_of(*contents: bytes | bytearray) -> bytes:
+def identity_of(*contents: memoryview, rest: Rest = no_rest) -> bytes:
     """The SHA-256 of files, each behind its length, so that no two lists of files have the same."""
     digest = sha256(b"adapter")
     for content in contents:
         digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
+        for start in range(0, len(content), PIECE_BYTES):
+            digest.update(content[start : start + PIECE_BYTES])
+            rest()
     return digest.digest()
 
 
 def checked(module: str, down: NDArray[Any], up: NDArray[Any], scale: float, limits: AdapterLimits) -> AdapterPair:
-    """The pair of a module. Raises CheckpointError unless it fits the model, and all values are finite."""
+    """The pair of a module. Raises CheckpointError unless it fits the model."""
     if module not in limits.modules:
         known = ", ".join(sorted({each.rpartition(".")[2] for each in limits.modules}))
         raise CheckpointError(f"{quoted(module)} cannot be adapted in this model; what can is called {known}")
@@ -186,28 +174,29 @@ def checked(module: str, down: NDArray[Any], up: NDArray[Any], scale: float, lim
     if down.shape != (rank, in_size) or up.shape != (out_size, rank):
         found, wanted = [list(down.shape), list(up.shape)], [[rank, in_size], [out_size, rank]]
         raise CheckpointError(f"{quoted(module)} has tensors of shapes {found}, but the model needs {wanted}")
-    pair = AdapterPair(AdapterMatrix(down), AdapterMatrix(up), scale)
-    if not (pair.down.greatest <= FLOAT32_MAX and pair.up.greatest <= FLOAT32_MAX / max(1.0, abs(scale))):
-        raise CheckpointError(f"{quoted(module)} has values that are not finite")
-    return pair
+    # A file may have its values at any byte; a tensor needs them at a multiple of their size.
+    down, up = (each if each.flags.aligned else each.copy() for each in (down, up))
+    return AdapterPair(down, up, scale)
 
 
-def read_whole(path: Path, most_bytes: int) -> bytearray:
+def read_whole(path: Path, most_bytes: int, rest: Rest = no_rest) -> memoryview:
     """The content of a regular file. Raises AdapterNotFound, or CheckpointError for one that is too large.
 
     It can be written to, because torch warns about memory that cannot.
     """
     try:
         # Without O_NONBLOCK the opening of a pipe would wait for its other end.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path.name} is not a file")
             if status.st_size > most_bytes:
                 raise CheckpointError(f"{path.name} has {status.st_size} bytes; an adapter may have {most_bytes} here")
-            content = bytearray(status.st_size)
-            del content[file.readinto(content) :]
-            return content
+            content, size = np.empty(status.st_size, np.uint8).data, 0  # which is not filled with zeros first
+            while count := file.readinto(content[size : size + PIECE_BYTES]):
+                size += count
+                rest()
+            return content[:size]
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFound(_missing(path)) from None
     except ValueError:  # a path with a zero byte
@@ -229,7 +218,7 @@ class AdapterConfig:
     rank      of modules that no pattern names
     """
 
-    def __init__(self, content: bytes | bytearray, max_rank: int) -> None:
+    def __init__(self, content: bytes, max_rank: int) -> None:
         try:
             fields = json.loads(content)
         except (ValueError, RecursionError):
@@ -284,7 +273,7 @@ class AdapterConfig:
             raise CheckpointError(f"{CONFIG}: target_modules does not name {_listed(foreign)}, which have tensors")
         known = {end for module in adapted for end in _ends(module)}
         unused = [each for each in named if each not in known and not excluded(each)] if isinstance(named, list) else []
-        if missing := unused or [each for each in modules if is_target(each) and each not in adapted]:
+        if missing := unused or [each for each in modules if each not in adapted and is_target(each)]:
             raise CheckpointError(f"{CONFIG}: target_modules names {_listed(missing)}, which have no tensors")
 
     def _selection(self, field: str) -> Callable[[str], bool] | None:
@@ -370,7 +359,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(quoted, names[:MAX_NAMED])) + more
 
 
-def _entries(content: bytearray, limits: AdapterLimits) -> list[TensorEntry]:
+def _entries(content: memoryview, limits: AdapterLimits) -> list[TensorEntry]:
     """The header of a safetensors file in memory, which is not parsed if it is too long for any adapter."""
     header_bytes = int.from_bytes(content[:LENGTH_BYTES], "little")
     if header_bytes > limits.most_header_bytes:
@@ -399,14 +388,10 @@ def _place(name: str) -> tuple[str, str]:
     raise CheckpointError(f"tensor {quoted(name)} is not supported: adapters have {_DOWN[1:]} and {_UP[1:]} alone")
 
 
-def _stored(content: bytearray, entry: TensorEntry) -> NDArray[Any]:
+def _stored(content: memoryview, entry: TensorEntry) -> NDArray[Any]:
     if entry.dtype not in STORED or len(entry.shape) != 2:
         wanted = f"a matrix in {', '.join(STORED)} is needed"
         raise CheckpointError(
             f"tensor {quoted(entry.name)} has shape {list(entry.shape)} in {quoted(entry.dtype)}; {wanted}"
         )
     return np.frombuffer(content, STORED[entry.dtype], math.prod(entry.shape), entry.start).reshape(entry.shape)
-
-
-def _widened(stored: NDArray[Any]) -> NDArray[np.float32]:
-    return widened(stored) if stored.dtype == np.uint16 else stored.astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from .adapters import (
     STORED,
     AdapterFile,
     AdapterLimits,
-    AdapterMatrix,
     AdapterPair,
+    Rest,
     checked,
     identity_of,
+    no_rest,
     not_empty,
     read_whole,
 )
@@ -29,12 +31,12 @@ from .mapped_file import HeldFile
 _TENSOR = re.compile(r"blk\.(\d{1,4})\.([a-z_]{1,64})\.weight\.(lora_[ab])")
 
 
-def read_gguf_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
+def read_gguf_adapter(path: Path, limits: AdapterLimits, rest: Rest = no_rest) -> AdapterFile:
     """Read a .gguf file.
 
     Raises AdapterNotFound, or CheckpointError for what is broken, not supported, or does not fit the model.
     """
-    content = read_whole(path, limits.most_bytes)
+    content = read_whole(path, limits.most_bytes, rest)
     file = GgufFile(path, HeldFile(content), most_tensors=2 * len(limits.modules))
     family, alpha = _described(file)
     halves: dict[tuple[str, str], dict[str, NDArray[Any]]] = {}
@@ -48,8 +50,9 @@ def read_gguf_adapter(path: Path, limits: AdapterLimits) -> AdapterFile:
         down, up = found["lora_a"], found["lora_b"]
         pair = checked(module, down, up, alpha / len(down) if alpha else 1.0, limits)
         order = _row_order(stem, len(up), limits.head_dim, family)
-        pairs[module] = pair if order is None else AdapterPair(pair.down, AdapterMatrix(up[order]), pair.scale)
-    return AdapterFile(identity_of(content), not_empty(pairs))
+        pairs[module] = pair if order is None else replace(pair, up=up[order])
+        rest()
+    return AdapterFile(identity_of(content, rest=rest), not_empty(pairs))
 
 
 def _described(file: GgufFile) -> tuple[Family, float]:

@@ -15,8 +15,8 @@ class HeldFile:
     data  [bytes] uint8
     """
 
-    def __init__(self, content: bytes | bytearray) -> None:
-        self.memory: bytes | bytearray | mmap.mmap = content
+    def __init__(self, content: memoryview) -> None:
+        self.memory: memoryview | mmap.mmap = content
         self.data: NDArray[np.uint8] = np.frombuffer(content, np.uint8)
 
     def release(self, part: NDArray[np.generic]) -> None:

@@ -17,35 +17,54 @@ PADDING = 64  # LOW_RANK_PADDING in native/ops.h
 MAX_PARTS = 3  # of a product: queries, keys and values
 _PART_FIELDS = 4
 _ENTRY = 3 + MAX_PARTS * _PART_FIELDS  # fields of a LowRankEntry there
+_STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers in native/pack_low_rank.h
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
-    """What an adapter adds to adjacent outputs of a product.
+    """What an adapter adds to adjacent outputs of a product: scale · up · down.
 
     column  the first output
     down    [rank, in]
-    up      [rank, size], multiplied by the adapter's scale
+    up      [size, rank]; both in float32, float16 or bfloat16, whatever the model's dtype is
+    name    of these outputs, for errors
     """
 
     column: int
     down: Tensor
     up: Tensor
+    scale: float = 1.0
+    name: str = ""
+
+    def rounded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`down`, and scale · `up`, which is computed in float32 and rounded once. Raises ValueError."""
+        down, up = self.down.to(dtype), (self.up.float() * self.scale).to(dtype)
+        if not (down.isfinite().all() and up.isfinite().all()):
+            raise self.not_finite(dtype)
+        return down, up
+
+    def not_finite(self, dtype: torch.dtype) -> ValueError:
+        name = str(dtype).removeprefix("torch.")
+        return ValueError(f"{self.name} has values that are not finite in {name}, in which the model computes")
 
 
 class LowRank:
-    """What an adapter adds to one product, packed for compiled code.
+    """What an adapter adds to one product, packed for compiled code. Raises ValueError for values that are not finite.
 
-    parts  of one dtype, at most MAX_PARTS, in the order of their columns, which do not overlap
+    parts  at most MAX_PARTS, in the order of their columns, which do not overlap
+    dtype  of the model
     """
 
-    def __init__(self, parts: Sequence[LowRankPart]) -> None:
+    def __init__(self, parts: Sequence[LowRankPart], dtype: torch.dtype) -> None:
         assert 0 < len(parts) <= MAX_PARTS
-        down = torch.cat([part.down for part in parts])
-        self._in_size, self.dtype, self.ranks = down.shape[1], down.dtype, len(down)
-        self._down = _padded(down).contiguous()
-        self._columns = [(part.column, part.up.shape[1]) for part in parts]
-        self._ups = [_in_panels(part.up) for part in parts]
+        self._in_size, self.dtype = parts[0].down.shape[1], dtype
+        self.ranks = sum(len(part.down) for part in parts)
+        self._down = torch.empty(self.ranks, -(-self._in_size // PADDING) * PADDING, dtype=dtype)
+        self._columns = [(part.column, len(part.up)) for part in parts]
+        self._ups = [torch.empty(-(-len(part.up) // PADDING), len(part.down), PADDING, dtype=dtype) for part in parts]
+        pack = _pack_native if native is not None and dtype in DTYPES else _pack
+        for part, down, up in zip(parts, self._down.split([len(part.down) for part in parts]), self._ups, strict=True):
+            pack(part, down, up)
 
     @property
     def num_bytes(self) -> int:
@@ -53,11 +72,11 @@ class LowRank:
 
     @property
     def parts(self) -> list[LowRankPart]:
-        """What it was made of."""
+        """What it was made of, rounded."""
         parts, rank = [], 0
         for (column, size), up in zip(self._columns, self._ups, strict=True):
             down = self._down[rank : rank + up.shape[1], : self._in_size]
-            parts.append(LowRankPart(column, down, up.transpose(0, 1).flatten(1)[:, :size]))
+            parts.append(LowRankPart(column, down, up.transpose(1, 2).flatten(0, 1)[:size]))
             rank += len(down)
         return parts
 
@@ -69,16 +88,29 @@ class LowRank:
         return fields + [0] * (_ENTRY - len(fields))
 
 
-def _in_panels(up: Tensor) -> Tensor:
-    """[rank, size] as [panels, rank, PADDING]."""
-    padded = _padded(up)
-    return padded.view(len(up), -1, PADDING).transpose(0, 1).contiguous()
+def _pack(part: LowRankPart, down: Tensor, up: Tensor) -> None:
+    """Write what a part adds, with zeros behind it.
+
+    down  [rank, in], padded to a multiple of PADDING
+    up    [panels, rank, PADDING]
+    """
+    of_down, of_up = part.rounded(down.dtype)
+    down.copy_(functional.pad(of_down, (0, down.shape[1] - of_down.shape[1])))
+    padded = functional.pad(of_up, (0, 0, 0, -len(of_up) % PADDING))
+    up.copy_(padded.unflatten(0, (-1, PADDING)).transpose(1, 2))
 
 
-def _padded(rows: Tensor) -> Tensor:
-    """The same rows, with zeros behind them. torch would copy those that need none."""
-    missing = -rows.shape[1] % PADDING
-    return functional.pad(rows, (0, missing)) if missing else rows
+def _pack_native(part: LowRankPart, down: Tensor, up: Tensor) -> None:
+    """`_pack` by compiled code, in one pass without the interpreter's lock."""
+    assert native is not None
+    of_down, of_up = part.down, part.up.contiguous()
+    (rank, in_size), size = of_down.shape, len(of_up)
+    assert of_down.stride(1) == 1
+    assert of_up.shape[1] == rank
+    addresses = of_down.data_ptr(), of_up.data_ptr(), down.data_ptr(), up.data_ptr()
+    dtypes = DTYPES[down.dtype], _STORED[of_down.dtype], _STORED[of_up.dtype]
+    if not native.pack_low_rank(*dtypes, *addresses, rank, in_size, size, of_down.stride(0), part.scale):
+        raise part.not_finite(down.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +143,10 @@ class LowRankBank(Protocol):
     """Of one product: what the adapter in each slot adds to it. Recordings and graphs read it when replayed."""
 
     def pack(self, parts: Sequence[LowRankPart]) -> Packed:
-        """Prepare what an adapter adds, on any thread. At least one part, in the order of their columns."""
+        """Prepare what an adapter adds, on any thread. At least one part, in the order of their columns.
+
+        Raises ValueError, which names the part, for values that are not finite in the model's dtype.
+        """
 
     def put(self, slot: int, packed: Any, /) -> None:
         """Replace what is in a slot by what this bank has packed; None: its adapter does not change this product."""
@@ -122,10 +157,11 @@ class AddressBank:
 
     def __init__(self, shape: BankShape) -> None:
         self._held: list[LowRank | None] = [None] * shape.num_slots
+        self._dtype = shape.dtype
         self.table = torch.zeros(shape.num_slots, _ENTRY, dtype=torch.int64)
 
     def pack(self, parts: Sequence[LowRankPart]) -> LowRank:
-        return LowRank(parts)
+        return LowRank(parts, self._dtype)
 
     def put(self, slot: int, low_rank: LowRank | None, /) -> None:
         self._held[slot] = low_rank
@@ -154,8 +190,8 @@ def add_low_rank(
         inputs = x[row : row + 1].float()
         inputs = (activate_cpu(inputs, activation) if activation else inputs)[0]
         for part in low_rank.parts:
-            columns = slice(part.column, part.column + part.up.shape[1])
-            added = part.up.float().T.mv(part.down.float().mv(inputs))
+            columns = slice(part.column, part.column + len(part.up))
+            added = part.up.float().mv(part.down.float().mv(inputs))
             out[row, columns] = (out[row, columns].float() + added).to(out.dtype)
 
 

@@ -81,7 +81,8 @@ def write_adapter(folder: Path, banks: AdapterBanks, seed: int) -> Path:
             tensors,
         )
     (folder / tensors.name).hardlink_to(tensors)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK + seed}
+    targets = sorted({name.rpartition(".")[2] for name in banks.modules})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK + seed, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -198,13 +199,15 @@ def measure_load(quantization: Annotated[str, typer.Option()] = "int4") -> None:
         list(steps(runner, SLOTS, 128, 20, (first,)))
         quiet = [ms for _, ms in steps(runner, SLOTS, 128, 80, (first,))][20:]
         loads: list[float] = []
+        worked: list[float] = []
 
         def load_all() -> None:
             for path in paths:
                 time.sleep(0.2)
-                started = time.perf_counter()
+                started, began = time.perf_counter(), time.thread_time()
                 banks.load(path)
                 loads.append(1e3 * (time.perf_counter() - started))
+                worked.append(1e3 * (time.thread_time() - began))
 
         thread = threading.Thread(target=load_all)
         busy: list[float] = []
@@ -217,7 +220,8 @@ def measure_load(quantization: Annotated[str, typer.Option()] = "int4") -> None:
                     break
         thread.join()
         size = sum(path.stat().st_size for path in (folder / "0").iterdir())
-        print(f"an adapter of {size / 1e6:.1f} MB: loads of {', '.join(f'{ms:.0f}' for ms in sorted(loads))} ms")
+        times = ", ".join(f"{ms:.0f}" for ms in sorted(loads))
+        print(f"an adapter of {size / 1e6:.1f} MB: loads of {times} ms, {median(worked):.0f} ms of them at work")
         usual = median(quiet)
         print(f"steps: median {usual:.1f}, at most {max(quiet):.1f} ms before; {median(busy):.1f}, at most", end=" ")
         print(f"{max(busy):.1f} ms meanwhile: {max(busy) / usual:.2f} times the median before")

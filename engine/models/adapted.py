@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...checkpoints import CheckpointError
-from ...checkpoints.adapters import AdapterFile, AdapterLimits, AdapterMatrix, AdapterPair, read_adapter
+from ...checkpoints.adapters import AdapterFile, AdapterLimits, read_adapter
 from ...checkpoints.gguf_adapters import read_gguf_adapter
 from ...kernels import PLAIN, BankShape, LowRankBank, LowRankPart, Packed, Use
 from ..core.adapter import Adapter
 from ..core.step import Chunk
 from .weights import Rows, Weights
+
+WORK_S, RESTS = 0.002, 0.6  # a load works for so long, and then rests for this multiple of it
 
 
 class AdaptedLinear:
@@ -73,7 +78,7 @@ class AdapterBanks:
         self.num_slots, self.max_rank = num_slots, max_rank
         for product in products:
             product.add_bank(num_slots, max_rank, dtype, device)
-        self._products, self._dtype = products, dtype
+        self._products = products
         self.modules = {
             rows.name: (product.in_size if rows.columns is None else rows.columns.whole, rows.whole_size or rows.size)
             for product in products
@@ -85,8 +90,15 @@ class AdapterBanks:
     def load(self, path: Path) -> Adapter:
         """Read an adapter and pack it, on any thread, while steps run. Raises CheckpointError."""
         read = read_gguf_adapter if path.suffix == ".gguf" else read_adapter
-        file = read(path, self._limits)
-        weights = [_fitted(product, file, self._dtype) for product in self._products]
+        pace = _Pace()
+        file = read(path, self._limits, pace.rest)
+        weights = []
+        try:
+            for product in self._products:
+                weights.append(_fitted(product, file))
+                pace.rest()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
         num_bytes = sum(each.num_bytes for each in weights if each is not None)
         return Adapter(file.identity, file.rank, num_bytes, weights)
 
@@ -112,44 +124,46 @@ class AdapterBanks:
         self._held[slot] = identity
 
 
-def _fitted(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Packed | None:
-    """What an adapter adds to a product; None: nothing."""
-    parts = list(_parts(product, file, dtype))
+class _Pace:
+    """Makes a thread leave its core to a step's threads now and then, for which the system's slices are too long."""
+
+    def __init__(self) -> None:
+        self._rested_s = time.thread_time()
+
+    def rest(self) -> None:
+        worked_s = time.thread_time() - self._rested_s
+        if worked_s >= WORK_S:
+            time.sleep(RESTS * worked_s)
+            self._rested_s = time.thread_time()
+
+
+def _fitted(product: AdaptedLinear, file: AdapterFile) -> Packed | None:
+    """What an adapter adds to a product; None: nothing. Raises ValueError for values that are not finite there."""
+    parts = list(_parts(product, file))
     assert product.bank is not None
     return product.bank.pack(parts) if parts else None
 
 
-def _parts(product: AdaptedLinear, file: AdapterFile, dtype: torch.dtype) -> Iterator[LowRankPart]:
+def _parts(product: AdaptedLinear, file: AdapterFile) -> Iterator[LowRankPart]:
     column = 0
     for rows in product.rows:
-        pair = file.pairs.get(rows.name)
-        if pair is not None:
+        if (pair := file.pairs.get(rows.name)) is not None:
+            down, up, scale = _tensor(pair.down), _tensor(pair.up), pair.scale
+            if rows.columns is not None:  # of a rank of a group, whose products are summed
+                down = down[:, rows.columns.start : rows.columns.stop]
+            if rows.order is not None:
+                up = up[rows.order]
             factor = rows.factor_of(slice(0, rows.size))
-            most_factor = float(factor.abs().max()) if isinstance(factor, Tensor) else abs(factor)
-            greatest = max(pair.down.greatest, pair.up.greatest * abs(pair.scale) * most_factor)
-            if greatest > torch.finfo(dtype).max:
-                raise CheckpointError(f"{rows.name} has values beyond those of {dtype}, in which the model computes")
-            yield LowRankPart(column, _down(pair, rows, dtype), _up(pair, rows, factor, dtype))
+            if isinstance(factor, Tensor):
+                up = up.float() * factor[:, None]
+            else:
+                scale *= factor
+            yield LowRankPart(column, down, up, scale, rows.name)
         column += rows.size
 
 
-def _down(pair: AdapterPair, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """[rank, in]. A rank of a group has some inputs of a product, whose parts are summed over ranks."""
-    down = _tensor(pair.down)
-    return (down if rows.columns is None else down[:, rows.columns.start : rows.columns.stop]).to(dtype)
-
-
-def _up(pair: AdapterPair, rows: Rows, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """[rank, size], with the adapter's scale, and arranged and multiplied as the product's rows are."""
-    up = _tensor(pair.up)
-    up = up if rows.order is None else up[rows.order]
-    up = up if up.dtype == dtype else up.float()
-    # A product with a number is computed in float32, and rounded once.
-    return (up * (factor[:, None] * pair.scale if isinstance(factor, Tensor) else factor * pair.scale)).to(dtype).T
-
-
-def _tensor(matrix: AdapterMatrix) -> Tensor:
+def _tensor(stored: NDArray[Any]) -> Tensor:
     """Its values, not copied."""
-    if matrix.stored.dtype == np.uint16:
-        return torch.from_numpy(matrix.stored.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(matrix.stored)
+    if stored.dtype == np.uint16:
+        return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(stored)

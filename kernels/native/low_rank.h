@@ -2,7 +2,7 @@
 // float32, and the order of a row's sums does not depend on other rows. No include guard: each instruction set compiles its own
 // copy.
 //
-// kernels/low_rank.py packs the weights: `down` row by row, padded with zeros to LOW_RANK_PADDING inputs; `up` in panels of as
+// pack_low_rank.h packs the weights: `down` row by row, padded with zeros to LOW_RANK_PADDING inputs; `up` in panels of as
 // many outputs, [panel][rank][LOW_RANK_PADDING].
 
 constexpr int64_t LOW_RANK_TILE = REGISTERS == 32 ? 4 : 2;  // rows of one adapter that read its weights together

@@ -9,6 +9,7 @@
 #include "gguf_blocks.h"
 #include "head_norms.h"
 #include "ops.h"
+#include "pack_low_rank.h"
 #include "recording.h"
 #include "route.h"
 
@@ -553,6 +554,30 @@ PyObject* add_low_rank(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return run(next, [=] { ops->add_low_rank(pool, dtype, args); });
 }
 
+// Returns whether all values are finite. Neither waits for an op nor lets one wait, because steps run meanwhile.
+PyObject* pack_low_rank(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments next(values, count, 12);
+    Dtype dtype = next.dtype();
+    PackLowRankArgs args{};
+    args.down_dtype = static_cast<Stored>(next.integer());
+    args.up_dtype = static_cast<Stored>(next.integer());
+    args.down = next.address();
+    args.up = next.address();
+    args.packed_down = next.address();
+    args.packed_up = next.address();
+    args.rank = next.integer();
+    args.in = next.integer();
+    args.size = next.integer();
+    args.down_stride = next.integer();
+    args.scale = next.real();
+    if (next.failed()) return nullptr;
+    bool is_finite;
+    Py_BEGIN_ALLOW_THREADS;
+    is_finite = dtype == Dtype::float32 ? pagoda::pack_low_rank<ToFloat32>(args) : pagoda::pack_low_rank<ToBf16>(args);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(is_finite);
+}
+
 #if defined(PAGODA_HAS_AMX)
 PyObject* pack_int8_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return pack_int8_by(values, count, pack_int8_weight_amx);
@@ -671,6 +696,7 @@ PyMethodDef methods[] = {
     OP(group_rows),
     OP(weigh_experts),
     OP(add_low_rank),
+    OP(pack_low_rank),
 #if defined(PAGODA_HAS_AMX)
     OP(pack_int8_weight),
     OP(pack_int8_weight_blocks),

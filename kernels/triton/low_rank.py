@@ -71,8 +71,9 @@ class TritonBank:
         places = []
         for part in parts:
             number = starts.index(part.column)
-            ranks[number] = len(part.down)
-            places.append((number, self._pinned(part.down), self._pinned(part.up.T)))
+            down, up = part.rounded(self.shape.dtype)
+            ranks[number] = len(down)
+            places.append((number, self._pinned(down), self._pinned(up)))
         return _Packed(places, self._pinned(ranks))
 
     def _pinned(self, values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagoda_server.checkpoints import CheckpointError
 from pagoda_server.engine.core.adapter import Adapter
 from pagoda_server.engine.core.sequence import Readout, SamplingParams, Sequence
 from pagoda_server.engine.core.step import EndReason, StepPlan
@@ -228,6 +229,18 @@ def test_what_is_cached_preempted_and_drafted_is_what_each_adapter_computes_alon
     assert served.scheduler.counters.cached_tokens > 0
     if has_drafts:
         assert served.scheduler.counters.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), 3e38])
+def test_values_that_are_not_finite_with_their_scale_are_refused_with_the_module(
+    adapted: Adapted, tmp_path: Path, value: float
+) -> None:
+    """One of them, in a merged product whose other parts are sound."""
+    pairs = random_pairs(modules_of(adapted.runner), RANK)
+    name = next(each for each in pairs if each.endswith("k_proj"))
+    pairs[name][1][3, 1] = value
+    with pytest.raises(CheckpointError, match=f"{name} has values that are not finite"):
+        load(adapted.runner, write_adapter(tmp_path / "a", pairs, lora_alpha=10 * RANK))
 
 
 @pytest.mark.parametrize("is_read", [False, True])

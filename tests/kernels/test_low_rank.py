@@ -18,10 +18,10 @@ needs_native = pytest.mark.skipif(not has_native(), reason="there is no compiled
 def low_rank(in_size: int, *parts: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> LowRank:
     """Random weights; parts are column, size and rank."""
     made = [
-        LowRankPart(column, torch.randn(rank, in_size).to(dtype), torch.randn(rank, size).to(dtype))
+        LowRankPart(column, torch.randn(rank, in_size).to(dtype), torch.randn(size, rank).to(dtype))
         for column, size, rank in parts
     ]
-    return LowRank(made)
+    return LowRank(made, dtype)
 
 
 def bank_of(*held: LowRank | None) -> AddressBank:
@@ -40,7 +40,7 @@ def expected(
     for row, slot in enumerate(slots.tolist()):
         held = bank[slot] if slot >= 0 else None
         for part in held.parts if held else ():
-            added = part.up.double().T @ (part.down.double() @ x[row])
+            added = part.up.double() @ (part.down.double() @ x[row])
             result[row, part.column : part.column + len(added)] += added
     return result[:, :columns]
 
@@ -117,12 +117,63 @@ def test_a_recording_reads_slots_and_bank_when_it_is_replayed() -> None:
     torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
 
 
-def test_packed_weights_are_what_they_were_made_of() -> None:
+STORED = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain":
+        monkeypatch.setattr("pagoda_server.kernels.low_rank.native", None)
+    elif not has_native():
+        pytest.skip("there is no compiled code")
+
+
+@pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("of_up", STORED)
+@pytest.mark.parametrize("of_down", STORED)
+def test_packed_weights_are_those_of_the_file_scaled_and_rounded_once(
+    of_down: torch.dtype, of_up: torch.dtype, dtype: torch.dtype
+) -> None:
     parts = [
-        LowRankPart(0, torch.randn(3, 70), torch.randn(3, 5)),
-        LowRankPart(64, torch.randn(2, 70), torch.randn(2, 65)),
+        LowRankPart(0, torch.randn(3, 70).to(of_down), torch.randn(5, 3).to(of_up), 0.3),
+        # Of a wider matrix, as a rank of a group cuts it.
+        LowRankPart(64, torch.randn(20, 150).to(of_down)[:, 40:110], torch.randn(130, 20).to(of_up), 17 / 16),
+        LowRankPart(200, torch.zeros(1, 70).to(of_down), torch.full((64, 1), -0.0).to(of_up), 1e-9),
     ]
-    for made, found in zip(parts, LowRank(parts).parts, strict=True):
+    for made, found in zip(parts, LowRank(parts, dtype).parts, strict=True):
         assert made.column == found.column
-        assert torch.equal(made.down, found.down)
-        assert torch.equal(made.up, found.up)
+        assert torch.equal(found.down, made.down.to(dtype))
+        assert torch.equal(found.up, (made.up.float() * made.scale).to(dtype))
+
+
+@pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("half", ["down", "up"])
+def test_one_value_that_is_not_finite_in_the_models_dtype_is_refused_with_its_name(
+    half: str, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    down, up = torch.zeros(2, 70, dtype=stored), torch.zeros(66, 2, dtype=stored)
+    row = down[1] if half == "down" else up[65]
+    row[1] = most = 0.99 * min(torch.finfo(stored).max, torch.finfo(dtype).max)
+    LowRank([LowRankPart(0, down, up)], dtype)
+    refused = [LowRankPart(0, down, up, 1.05 * torch.finfo(dtype).max / most, "q_proj")] if half == "up" else []
+    for value in (torch.inf, torch.nan, -torch.nan):
+        changed = [down.clone(), up.clone()]
+        changed[half == "up"][0, 0] = value
+        refused.append(LowRankPart(0, *changed, name="q_proj"))
+    for part in refused:
+        with pytest.raises(ValueError, match="q_proj has values that are not finite in"):
+            LowRank([part], dtype)
+
+
+@pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_value_half_a_step_above_the_greatest_is_not_finite_and_one_below_that_is(sign: int) -> None:
+    half_a_step_above = sign * float.fromhex("0x1.ffp127")
+    down, up = torch.zeros(1, 1), torch.ones(1, 1)
+    (taken,) = LowRank([LowRankPart(0, down, up, half_a_step_above * (1 - 2**-20))], torch.bfloat16).parts
+    assert taken.up == sign * torch.finfo(torch.bfloat16).max
+    with pytest.raises(ValueError, match="not finite in bfloat16"):
+        LowRank([LowRankPart(0, down, up, half_a_step_above)], torch.bfloat16)

@@ -24,7 +24,7 @@ def parts_of(shape: BankShape, ranks: tuple[int, ...]) -> list[LowRankPart]:
     parts, column = [], 0
     for size, rank in zip(shape.sizes, ranks, strict=True):
         if rank:
-            down, up = torch.randn(rank, shape.in_size), torch.randn(rank, size) / rank**0.5
+            down, up = torch.randn(rank, shape.in_size), torch.randn(size, rank) / rank**0.5
             parts.append(LowRankPart(column, down.to(shape.dtype), up.to(shape.dtype)))
         column += size
     return parts
@@ -45,7 +45,7 @@ def expected(
     result = out.double().cpu()
     for row, slot in enumerate(slots):
         for part in adapters[slot] if slot >= 0 else ():
-            added = part.up.double().T @ (part.down.double() @ inputs[row])
+            added = part.up.double() @ (part.down.double() @ inputs[row])
             result[row, part.column : part.column + len(added)] += added
     return result
 
