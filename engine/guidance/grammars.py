@@ -36,18 +36,24 @@ def _for_grammars(content: bytes) -> tuple[str, int]:
     by its id. The library would take twice as long as this for the same edit, and holds the interpreter's lock.
     """
     document = json.loads(content)
-    vocabulary, added = document["model"]["vocab"], document.get("added_tokens") or []
+    vocabulary = document["model"]["vocab"]
     if isinstance(vocabulary, list):  # of pairs, each a text and its score
         vocabulary = {text: id for id, (text, _) in enumerate(vocabulary)}
-    # The library gives a token that is not in the vocabulary the id behind all others.
-    end = max(len(vocabulary), *(token["id"] + 1 for token in added), 0)
-    kept = [token for token in added if token["special"] or token["content"] not in vocabulary]
-    for token in kept:
-        if not token["special"]:
-            token["content"] = f"\ufdd0{token['id']}"  # no character
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    document["added_tokens"] = [*kept, {"id": end, "content": _END, **flags}]
-    return json.dumps(document, ensure_ascii=False), end
+    # The library ignores empty texts, and takes the last of several tokens with one text.
+    added = {token["content"]: token for token in document.get("added_tokens") or [] if token["content"]}
+    added[_END] = {"content": _END, **flags}
+    kept, ids, free = [], {}, len(vocabulary)
+    for text, token in added.items():
+        if not token["special"] and text in vocabulary:
+            continue
+        # The library ignores the file's ids: a token that is not in the vocabulary gets the id behind all others.
+        ids[text] = vocabulary.get(text, free)
+        free = max(free, ids[text] + 1)
+        hidden = f"\ufdd0{ids[text]}"  # no character
+        kept.append({**token, "id": ids[text], "content": text if token["special"] else hidden})
+    document["added_tokens"] = kept
+    return json.dumps(document, ensure_ascii=False), ids[_END]
 
 
 class Grammars:

@@ -444,3 +444,30 @@ def test_the_tokenizer_that_grammars_use_hides_named_text_and_keeps_every_id(mod
     assert added == {2: "\ufdd02", 3: "<s>", 4: of_requests._END}
     assert end == 4
     assert edited.encode("ba").tokens == ["b", "a"]
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "id": st.integers(0, 1 << 31),
+                "content": st.sampled_from(["a", "b", "<s>", "<tool>", "", of_requests._END]),
+                "special": st.booleans(),
+            }
+        ),
+        max_size=6,
+    )
+)
+def test_the_ids_of_added_tokens_are_the_librarys_whatever_the_file_says(stated: list[dict[str, object]]) -> None:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    document = json.loads(Tokenizer(models.BPE({"a": 0, "b": 1}, [])).to_str())
+    document["added_tokens"] = [{**token, **flags} for token in stated]
+    content = json.dumps(document)
+    known = Tokenizer.from_str(content).get_added_tokens_decoder()
+    text, end = of_requests._for_grammars(content.encode())
+    edited = {id: token.content for id, token in Tokenizer.from_str(text).get_added_tokens_decoder().items()}
+    assert edited == {end: of_requests._END} | {
+        id: of_requests._END if id == end else token.content if token.special else f"\ufdd0{id}"
+        for id, token in known.items()
+        if token.special or id > 1
+    }
