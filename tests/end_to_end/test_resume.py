@@ -434,6 +434,7 @@ def test_an_aborted_stream_stays_aborted_and_its_last_text_comes_again(server: S
     endless.stopping.stop.append("\x00" * 200)  # the last text is held back for it
     endless.sampling.logit_bias[0] = 100
     with grpc.insecure_channel(server.address) as channel:
+        grpc.channel_ready_future(channel).result(60)
         call = inference.Generate(resumable(endless, "aborted"))
         seen = [next(call) for _ in range(3)]
         admin_pb2_grpc.AdminStub(channel).Abort(admin_pb2.AbortRequest(request_id="aborted"))
