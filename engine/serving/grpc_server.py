@@ -111,6 +111,8 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         self._lent = lent
         self._ports: list[GrpcPort] = []
         self._helpers: list[asyncio.Task[None]] = []
+        self._sessions: set[asyncio.Future[Exception | None]] = set()
+        self._is_stopping = False
         self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *channel_keepalive(address)])
         self._health_server: grpc.aio.Server | None = None
 
@@ -121,7 +123,15 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
             why = f"a certificate of {ENGINE_NAME} makes no router"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
         link = GrpcLink(requests, context)
-        await link.end(await self._engine.serve(link))
+        session = asyncio.ensure_future(self._engine.serve(link))
+        self._sessions.add(session)
+        session.add_done_callback(self._sessions.discard)
+        try:
+            await link.end(await session)
+        except asyncio.CancelledError:
+            if not self._is_stopping:
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine has stopped")
 
     def _is_trusted(self, context: grpc.aio.ServicerContext[Any, Any]) -> bool:
         if self._trust.current.accepts(context.invocation_metadata() or ()):
@@ -188,4 +198,9 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         for port in self._ports:
             port.close()
         servers = filter(None, (self._server, self._health_server))
-        await asyncio.gather(*(server.stop(GRACE_S) for server in servers))
+        stopping = [asyncio.ensure_future(server.stop(2 * GRACE_S)) for server in servers]
+        await asyncio.wait(stopping, timeout=GRACE_S)  # what the loop has sent last still reaches routers
+        self._is_stopping = True
+        for session in self._sessions:  # gRPC would cancel their calls, and log each with a traceback
+            session.cancel()
+        await asyncio.gather(*stopping)

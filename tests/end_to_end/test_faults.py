@@ -335,11 +335,15 @@ def test_an_attached_engine_is_found_when_it_comes_and_missed_when_it_goes(tmp_p
             with pytest.raises(grpc.RpcError) as caught:
                 ask(inference, request("early", max_tokens=1))
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            with running_engine(listen, *SYNTHETIC):
+            log = tmp_path / "engine.log"
+            with running_engine(listen, *SYNTHETIC, log=log) as engine:
                 server.wait_ready()
                 assert ask(inference, request("now", max_tokens=5)).ids() == expected_tokens(b"now", 5, 258)
+                engine.terminate()
+                assert engine.wait(timeout=30) == 0
             while server.health() == health_pb2.HealthCheckResponse.SERVING:
                 time.sleep(0.01)
+        assert "Traceback" not in log.read_text(), "the end of an engine is no fault"
         assert server.stop() == 0
 
 
