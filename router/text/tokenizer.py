@@ -32,6 +32,7 @@ Prompt: TypeAlias = str | Sequence[int] | Chat
 
 _NUM_THREADS = 4
 _SAMPLE = "Hello, World 1!"  # a tokenizer that fails with it would fail every request
+_MAX_ADDED_BYTES = 1 << 10  # grammars fail with 3,000, and special tokens are compared from each of their bytes on
 _MAX_VOCAB_SIZE = 1 << 22  # the largest known has 262,144; ids that no token has take memory too
 
 
@@ -69,10 +70,12 @@ class Tokenizer:
         self.chat_template = ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
         self.recommended = files.recommended
         added = tokenizer.get_added_tokens_decoder()
+        longest = max((len(token.content.encode()) for token in added.values()), default=0)
+        if longest > _MAX_ADDED_BYTES:
+            raise ConfigError(f"tokenizer.json has an added token of {longest} bytes, at most {_MAX_ADDED_BYTES}")
         self.special_tokens = {id: token.content for id, token in added.items() if token.special}
         self.has_bytes = _has_bytes(tokenizer)
         with _usable():
-            added = tokenizer.get_added_tokens_decoder()
             self.added_ids = {token.content: id for id, token in added.items()}
             self._special_tokens = SpecialTokens(tokenizer, self.vocab_size)
             sample = self.encode(_SAMPLE)

@@ -314,6 +314,10 @@ def _with_control_characters(file: dict[str, Any]) -> None:
     file["version"] = "\033[31m\n" * 1000
 
 
+def _with_a_long_added_token(file: dict[str, Any]) -> None:
+    file["added_tokens"].append({**file["added_tokens"][-1], "id": 999, "content": "é" * 513})
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -322,6 +326,7 @@ def _with_control_characters(file: dict[str, Any]) -> None:
         (_around_an_id_of_no_token, "the id 5000, which no token has"),
         (_with_a_gap, "at most 16384 are supported"),
         (_with_control_characters, "…"),
+        (_with_a_long_added_token, "an added token of 1026 bytes, at most 1024"),
     ],
 )
 def test_a_tokenizer_that_contradicts_itself_is_one_clear_error(
