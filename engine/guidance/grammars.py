@@ -70,6 +70,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._refusal = ""  # why there will be none: to find out takes up to a second
         self._ahead: MasksAhead | None = None
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0  # of their texts
@@ -105,13 +106,16 @@ class Grammars:
 
     def _load(self) -> LLTokenizer:
         """The lock is held. Raises GrammarError if llguidance cannot read the model's tokenizer."""
+        if self._refusal:
+            raise GrammarError(self._refusal)
         if self._tokenizer is None:
             try:
                 document, end = _for_grammars((self._folder / "tokenizer.json").read_bytes())
                 num_tokens = max(self._vocab_size, end + 1)
                 self._tokenizer = LLTokenizer(document, n_vocab=num_tokens, eos_token=end)
             except Exception as error:  # the libraries raise nothing narrower
-                raise GrammarError(f"cannot be followed: the model's tokenizer is of another kind: {error}") from error
+                self._refusal = f"cannot be followed: the model's tokenizer is of another kind: {error}"
+                raise GrammarError(self._refusal) from error
             self._ahead = MasksAhead(self._tokenizer.vocab_size, needs_all=self._needs_all_masks)
         return self._tokenizer
 

@@ -423,6 +423,21 @@ def test_a_hostile_grammar_ends_at_most_its_own_request(format: dict[str, str]) 
     assert engine.outputs[neighbour.id] == engine.expected(neighbour)
 
 
+def test_a_tokenizer_that_grammars_cannot_use_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def refuse(*arguments: object, **options: object) -> None:
+        read.append(arguments)
+        raise ValueError("no trie")
+
+    monkeypatch.setattr(of_requests, "LLTokenizer", refuse)
+    fresh = Grammars(resolve("synthetic"), VOCAB_SIZE)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="of another kind: no trie"):
+            fresh.mask_maker(inference_pb2.Guided(regex="a"))
+    assert len(read) == 1
+
+
 def test_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_server.engine.guidance.grammars.MOST_KEPT", 2)
     found = Grammars(resolve("synthetic"), VOCAB_SIZE)
