@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagoda.v1 import admin_pb2, admin_pb2_grpc, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from pagoda_server.engine.runners.synthetic import expected_tokens
-from pagoda_server.router.text.chat_template import NUM_PROCESSES
 from tests.end_to_end.asking import Answer, ask, request
 from tests.servers import Server, running_server
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.thorough
 
 WORKERS = 2
 MANY = 20  # connections, which do not all reach the same router
-PROCESSES = 1 + WORKERS * (1 + NUM_PROCESSES)  # the engine, and routers with what renders their chats
+PROCESSES = 1 + WORKERS * 2  # the engine, and each router with the process that renders its chats
 ARGUMENTS = ("--model", "synthetic", "--step-ms", "2", "--workers", str(WORKERS))
 
 
