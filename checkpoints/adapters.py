@@ -88,7 +88,7 @@ class AdapterLimits:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """What is added to the weight of one module: scale · up · down, which whoever computes it checks for being finite.
+    """What is added to the weight of one module: scale · up · down. Its values may be infinite or NaN: packing checks.
 
     down  [rank, in]
     up    [out, rank]; both as their file stores them: float32, float16, or uint16, the bits of bfloat16

@@ -149,7 +149,7 @@ def _parts(product: AdaptedLinear, file: AdapterFile) -> Iterator[LowRankPart]:
     for rows in product.rows:
         if (pair := file.pairs.get(rows.name)) is not None:
             down, up, scale = _tensor(pair.down), _tensor(pair.up), pair.scale
-            if rows.columns is not None:  # of a rank of a group, whose products are summed
+            if rows.columns is not None:  # this rank has some of the inputs, and products are summed over ranks
                 down = down[:, rows.columns.start : rows.columns.stop]
             if rows.order is not None:
                 up = up[rows.order]

@@ -137,7 +137,7 @@ def test_packed_weights_are_those_of_the_file_scaled_and_rounded_once(
 ) -> None:
     parts = [
         LowRankPart(0, torch.randn(3, 70).to(of_down), torch.randn(5, 3).to(of_up), 0.3),
-        # Of a wider matrix, as a rank of a group cuts it.
+        # A slice of a wider matrix, as a rank of a group has it.
         LowRankPart(64, torch.randn(20, 150).to(of_down)[:, 40:110], torch.randn(130, 20).to(of_up), 17 / 16),
         LowRankPart(200, torch.zeros(1, 70).to(of_down), torch.full((64, 1), -0.0).to(of_up), 1e-9),
     ]
