@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,22 @@ def loads(servers: tuple[Server, ...]) -> list[tuple[int, int]]:
     return found
 
 
+def answers_of_both(gateway: Gateway, servers: tuple[Server, ...], prompts: Iterator[str]) -> dict[str, str]:
+    """The answers to prompts that no server has cached, as many as it takes until each server has computed some.
+
+    The gateway sends such a prompt to the server with the fewest open requests, and to the first if all have as many.
+    A busy machine may compute one after the other, however many are sent at once.
+    """
+    before, answers = loads(servers), dict[str, str]()
+    deadline = time.monotonic() + 120
+    with ThreadPoolExecutor(12) as clients:
+        while not all(after[0] - was[0] > 100 for was, after in zip(before, loads(servers), strict=True)):
+            assert time.monotonic() < deadline, "one server gets nothing"
+            for prompt, answer in [(each, clients.submit(gateway.complete, each, 32)) for each in islice(prompts, 12)]:
+                answers[prompt] = answer.result()["choices"][0]["text"]
+    return answers
+
+
 def test_a_completion_is_the_model_s(gateway: Gateway) -> None:
     answer = gateway.complete("a completion", 24)
     (choice,) = answer["choices"]
@@ -170,19 +187,19 @@ def test_a_conversation_stays_with_the_server_that_has_its_prefix(
 ) -> None:
     before = loads(servers)
 
-    def take_turn(turn: int, user: int) -> None:
-        # Their first blocks differ: the gateway goes by one block of four tokens, too.
-        prompt = f"Nr {user} begins, and then goes on." + "".join(f" Turn {each} follows." for each in range(turn))
+    def take_turn(turn: int, begun: str) -> None:
+        prompt = begun + "".join(f" Turn {each} follows." for each in range(turn))
         cached = gateway.complete(prompt, 4)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        least = 0 if turn == 0 else len(prompt) - len(" Turn 0 follows.") - 2 * 4  # whole blocks of 4 tokens
-        assert cached >= least, f"user {user} was sent away from its prefix in turn {turn}"
+        least = len(prompt) - len(" Turn 0 follows.") - 2 * 4  # whole blocks of 4 tokens
+        assert cached >= least, f"{begun!r} was sent away from its prefix in turn {turn}"
 
-    for turn in range(4):
-        with ThreadPoolExecutor(12) as users:  # at once: an idle gateway may send everything new to one server
-            list(users.map(partial(take_turn, turn), range(12)))
+    # Their first blocks differ: the gateway goes by one block of four tokens, too.
+    begun = answers_of_both(gateway, servers, (f"{user:04} begins, and then goes on." for user in count()))
+    for turn in range(1, 4):
         time.sleep(0.5)  # until the gateway knows
+        with ThreadPoolExecutor(12) as users:
+            list(users.map(partial(take_turn, turn), begun))
     both = [(after[0] - was[0], after[1] - was[1]) for was, after in zip(before, loads(servers), strict=True)]
-    assert all(prompt_tokens > 0 for prompt_tokens, _ in both), "one server got nothing"
     assert all(cached / prompt_tokens > 0.5 for prompt_tokens, cached in both)
 
 
@@ -219,12 +236,10 @@ def test_the_gateway_goes_on_with_the_other_server(tmp_path: Path) -> None:
         running_server(*SYNTHETIC) as second,
         running_gateway(tmp_path / "log", first, second) as gateway,
     ):
-        prompts = [f"{at} is a conversation that is long enough for a block or two" for at in range(16)]
-        with ThreadPoolExecutor(16) as clients:  # at once, so that both servers get some
-            before = [answer["choices"][0]["text"] for answer in clients.map(gateway.complete, prompts)]
-        assert all(prompt_tokens > 100 for prompt_tokens, _ in loads((first, second))), "both are used"
+        prompts = (f"{at:04} is a conversation that is long enough for a block or two" for at in count())
+        before = answers_of_both(gateway, (first, second), prompts)
         first.process.kill()
-        assert [gateway.complete(prompt)["choices"][0]["text"] for prompt in prompts] == before
+        assert {prompt: gateway.complete(prompt, 32)["choices"][0]["text"] for prompt in before} == before
         deadline = time.monotonic() + 120
         while sum(worker["is_healthy"] for worker in gateway.workers()) > 1:
             assert time.monotonic() < deadline, "the gateway does not notice"
