@@ -409,6 +409,7 @@ def test_tokens_are_reserved_for_the_longest_answer_and_come_back_if_it_is_short
     with Client(server.address, token="token of small") as client:  # it waits as it is told
         assert next(client.generate(prompt="the rest and more", max_tokens=2000)).tokens
     assert time.monotonic() - began > 1500 / 500
+    wait_for("the place of what that client no longer reads", lambda: stubs.load(small).requests == 1)
     with pytest.raises(grpc.RpcError) as caught:
         stubs.ask(small, request("more again", max_tokens=20_000))
     assert exceeded(caught.value)[0] == "tokens_per_minute"
