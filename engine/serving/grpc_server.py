@@ -51,10 +51,15 @@ class GrpcLink:
 
     async def write(self, message: engine_pb2.EngineMessage) -> None:
         self._writing = asyncio.ensure_future(self._context.write(message))
+        self._writing.add_done_callback(lambda write: write.cancelled() or write.exception())  # or asyncio logs it
         try:
             await asyncio.shield(self._writing)
         except grpc.aio.BaseError as error:
             raise ConnectionError("the call is over") from error
+
+    @property
+    def is_sending(self) -> bool:
+        return self._writing is not None and not self._writing.done()
 
     @property
     def is_free(self) -> bool:
@@ -129,7 +134,7 @@ class GrpcServer(engine_pb2_grpc.EngineServicer):
         try:
             await link.end(await session)
         except asyncio.CancelledError:
-            if not self._is_stopping:
+            if not self._is_stopping or link.is_sending:  # gRPC sends no status before the message, and then drops both
                 raise
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine has stopped")
 
