@@ -242,6 +242,8 @@ class _TemplateProcess:
                 process_group=0,  # a terminal's Ctrl-C does not reach it
             )
         self._end = weakref.finalize(self, _end, self._process, self._channel)
+        if self._is_closed:
+            self._process.kill()  # it was not yet there when kill() looked for it
         return self._exchange(self._first_request)
 
     def ask(self, request: bytes) -> bytes:
@@ -259,6 +261,8 @@ class _TemplateProcess:
             self._process.kill()
 
     def _ask(self, request: bytes) -> bytes:
+        if self._is_closed:
+            raise _Killed("has been closed")
         if self._process is None or self._process.poll() is not None:  # after the last request, or before this one
             if self._process is not None:
                 self._end()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -94,6 +98,42 @@ def test_size_of_the_text_is_bounded() -> None:
     with pytest.raises(InvalidArgument, match="1000 bytes") as refused:
         template.render(HELLO)
     assert refused.value.field == "chat"
+
+
+def test_a_closed_template_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = processes_started(monkeypatch)
+    template = ChatTemplate("{{ messages[0].content }}")
+    template.close()
+    assert started[0].wait(timeout=30) == -signal.SIGKILL
+    with pytest.raises(InvalidArgument):
+        template.render(HELLO)
+    assert len(started) == 1
+
+
+def test_a_template_that_is_closed_while_a_process_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = processes_started(monkeypatch, on_second_start=lambda: template.close())
+    template = ChatTemplate("{{ messages[0].content }}")
+    started[0].kill()
+    started[0].wait(timeout=30)
+    with pytest.raises(InvalidArgument):
+        template.render(HELLO)
+    assert [process.wait(timeout=30) for process in started] == [-signal.SIGKILL] * 2
+
+
+def processes_started(
+    monkeypatch: pytest.MonkeyPatch, on_second_start: Callable[[], None] = lambda: None
+) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started from now on."""
+    start, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def noting(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*arguments, **options))
+        if len(started) == 2:
+            on_second_start()
+        return started[-1]
+
+    monkeypatch.setattr(chat_template.subprocess, "Popen", noting)
+    return started
 
 
 def test_messages_are_never_run_as_templates() -> None:
