@@ -8,7 +8,9 @@ shows another prompt's content.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b, sha256
 
 STRIDE = 64  # tokens
@@ -19,6 +21,7 @@ _EMPTY = blake2b(digest_size=8)  # copied for each key: to make one takes longer
 _ADAPTED = b"\xff"  # no salt starts with this byte, because it is in no text's UTF-8
 
 
+@lru_cache(maxsize=256)  # most requests have no salt, and to start a SHA-256 takes as long as eight keys
 def chain_root(salt: str, adapter: bytes = b"") -> bytes:
     """Return where the addresses of a prompt's blocks start. Those of different salts or adapters are never the same.
 
@@ -41,8 +44,8 @@ def stride_keys(previous: int, tokens: Sequence[int]) -> list[int]:
 
     tokens  ids below 2**32
     """
-    content = struct.pack(f"<{len(tokens)}I", *tokens)  # in half of an array's time
-    content = content[: len(content) // _STRIDE_BYTES * _STRIDE_BYTES]
+    whole = len(tokens) // STRIDE * STRIDE
+    content = array("I", tokens if whole == len(tokens) else tokens[:whole])  # a copy of the tokens costs time, too
     key, digests = previous.to_bytes(8, "little"), []
     for (stride,) in struct.iter_unpack(f"{_STRIDE_BYTES}s", content):
         digest = _EMPTY.copy()

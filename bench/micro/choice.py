@@ -1,7 +1,8 @@
 """What processor time it costs a router to choose an engine by what they have cached: `python -m bench.micro.choice`.
 
 Half of the prompts are those of which every engine has a beginning cached, to a depth of its own; each of the others is
-new. Then the engines report what changes in their caches.
+new. Beside each choice, a loop of constant work shows how much of p99 is the machine's. Then the engines report what
+changes in their caches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -87,6 +89,11 @@ def seconds_of_reports(fleet: Fleet, held: list[list[int]], turn: int, rng: rand
     return time.thread_time() - began
 
 
+def constant_work() -> None:
+    for _ in range(4000):
+        pass
+
+
 def timed(call: Callable[[], object]) -> float:
     began = time.thread_time()
     call()
@@ -108,12 +115,13 @@ def main(argv: list[str]) -> None:
     for number in range(args.choices):
         prompt = rng.choice(prompts) if number % 2 else rng.choices(range(50_000), k=args.tokens)
         asked = Asked(array("I", prompt).tolist())  # new numbers, as a tokenizer has just made them
-        seconds.append((timed(asked.keys), timed(lambda asked=asked: fleet.pick(asked=asked))))  # type: ignore[misc]
-    keys, choices = np.array(seconds).T
+        calls = (asked.keys, partial(fleet.pick, asked=asked), constant_work)
+        seconds.append([timed(call) for call in calls])
+    keys, choices, constant = np.array(seconds).T
     print(f"{args.engines} engines, prompts of {args.tokens} tokens, milliseconds at p50 and p99")
-    for name, found in (("keys", keys), ("choice", choices), ("both", keys + choices)):
+    for name, found in (("keys", keys), ("choice", choices), ("both", keys + choices), ("constant", constant)):
         low, high = 1e3 * np.percentile(found, [50, 99])
-        print(f"{name:8}{low:8.3f}{high:8.3f}")
+        print(f"{name:10}{low:8.3f}{high:8.3f}")
     share = statistics.median(seconds_of_reports(fleet, held, turn, rng) for turn in range(9))
     print(f"reports of {KEYS_A_SECOND} keys a second take {100 * share:.1f} % of a core")
 

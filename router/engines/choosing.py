@@ -119,14 +119,17 @@ class Asked:
     def keys(self) -> list[int]:
         """Return the stride keys of its prompt."""
         if self._keys is None:
-            self._keys = self.first_keys(len(self.prompt))
+            self._keys = self._keys_of(self.prompt)
         return self._keys
 
     def first_keys(self, num_tokens: int) -> list[int]:
         """Return the stride keys of its first tokens."""
+        return self._keys_of(self.prompt[:num_tokens])
+
+    def _keys_of(self, tokens: Sequence[int]) -> list[int]:
         if self.salt is None:
             return []
-        return stride_keys(first_key(chain_root(self.salt, self.adapter)), self.prompt[:num_tokens])
+        return stride_keys(first_key(chain_root(self.salt, self.adapter)), tokens)
 
 
 class Chooser(ABC):

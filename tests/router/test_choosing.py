@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from random import Random
 from typing import Any
 
@@ -77,6 +78,18 @@ def test_a_key_stands_for_all_tokens_up_to_its_stride() -> None:
     assert stride_keys(keys[0], range(STRIDE, 3 * STRIDE)) == keys[1:]
     assert not set(stride_keys(first_key(chain_root("salt")), range(3 * STRIDE))) & set(keys)
     assert stride_keys(first_key(chain_root("")), range(STRIDE - 1)) == []
+
+
+def test_routers_and_engines_of_all_versions_give_a_stride_the_same_key() -> None:
+    random, root = Random(1), chain_root("salt")
+    for length in (64, 127, 1000):
+        tokens = [*random.choices(range(1 << 32), k=length - 1), (1 << 32) - 1]
+        key, expected = root[:8], []
+        for start in range(0, length // STRIDE * STRIDE, STRIDE):
+            content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + STRIDE])
+            key = blake2b(key + content, digest_size=8).digest()
+            expected.append(int.from_bytes(key, "little"))
+        assert stride_keys(first_key(root), tokens) == expected
 
 
 def test_a_request_has_keys_unless_it_bypasses_the_cache() -> None:
