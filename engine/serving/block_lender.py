@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
@@ -53,7 +53,7 @@ class BlockLender(engine_pb2_grpc.BlocksServicer):
         self._at_a_time = max(1, PART_BYTES // lent.bytes_per_block)
         self._num_calls = 0
 
-    async def Fetch(self, request: engine_pb2.FetchRequest, context: Context) -> AsyncIterator[engine_pb2.FetchedBlock]:
+    async def Fetch(self, request: engine_pb2.FetchRequest, context: Context) -> None:
         if not self._is_trusted(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token of the channel is required")
         if request.layout != self._lent.layout:
@@ -67,26 +67,35 @@ class BlockLender(engine_pb2_grpc.BlocksServicer):
         if self._num_calls >= AT_ONCE:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{AT_ONCE} engines fetch blocks already")
         self._num_calls += 1
+        asked: deque[asyncio.Future[list[bytes]]] = deque()
         try:
-            async for block in self._blocks(list(request.addresses)):
-                yield block
+            async with asyncio.timeout(MOST_S):
+                await self._send(list(request.addresses), asked, context)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the blocks were not taken within {MOST_S:g} s")
         finally:
-            self._num_calls -= 1
+            self._leave(asked)
 
-    async def _blocks(self, addresses: list[bytes]) -> AsyncIterator[engine_pb2.FetchedBlock]:
-        size = self._at_a_time
-        parts = (addresses[start : start + size] for start in range(0, len(addresses), size))
-        calls = ((len(part), asyncio.ensure_future(self._lend(part))) for part in parts)
-        asked = deque(islice(calls, PARTS_ASKED))
-        try:
-            while asked:
-                count, coming = asked.popleft()
-                contents = await coming
-                asked.extend(islice(calls, 1))
-                for content in contents:
-                    yield engine_pb2.FetchedBlock(content=content, crc32=zlib.crc32(content))
-                if len(contents) < count:
-                    return
-        finally:
-            for _, coming in asked:
-                coming.cancel()
+    async def _send(self, addresses: list[bytes], asked: deque[asyncio.Future[list[bytes]]], context: Context) -> None:
+        """Send blocks up to the first one that is not cached.
+
+        asked  gets the parts that the loop has been asked for and that have not been taken
+        """
+        parts = [addresses[start : start + self._at_a_time] for start in range(0, len(addresses), self._at_a_time)]
+        calls = (asyncio.ensure_future(self._lend(part)) for part in parts)
+        asked.extend(islice(calls, PARTS_ASKED))
+        for part in parts:
+            contents = await asyncio.shield(asked[0])  # a call that ends meanwhile still waits for the loop: `_leave`
+            asked.popleft()
+            asked.extend(islice(calls, 1))
+            for content in contents:
+                await context.write(engine_pb2.FetchedBlock(content=content, crc32=zlib.crc32(content)))
+            if len(contents) < len(part):
+                return
+
+    def _leave(self, asked: Sequence[asyncio.Future[list[bytes]]]) -> None:
+        """Give a call's place back, once the loop has answered: calls that are cancelled must not fill its queue."""
+        if left := [each for each in asked if not each.done()]:
+            left[0].add_done_callback(lambda _: self._leave(left))
+        else:
+            self._num_calls -= 1

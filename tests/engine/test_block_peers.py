@@ -200,7 +200,7 @@ class Engine:
 
     async def lend(self, addresses: list[bytes]) -> list[bytes]:
         self.num_waiting += 1
-        if self.num_waiting == AT_ONCE:
+        if self.num_waiting == AT_ONCE * PARTS_ASKED:
             self.is_full.set()
         await self.gate.wait()
         self.parts.append(len(addresses))
@@ -256,6 +256,21 @@ async def _all(call: Any) -> list[bytes]:
     return [each.content async for each in call]
 
 
+async def test_a_call_that_takes_too_long_ends_and_gives_its_place_back(
+    served: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_lender, "MOST_S", 0.05)
+    engine, stub = served
+    engine.gate.clear()
+    for _ in range(AT_ONCE + 1):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _all(stub.Fetch(asked([address_of(1)]), metadata=TRUSTED))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        engine.gate.set()  # the loop answers
+        await asyncio.sleep(0)
+        engine.gate.clear()
+
+
 @pytest.mark.parametrize(
     ("request_", "metadata", "code", "field"),
     [
@@ -278,20 +293,22 @@ async def test_a_wrong_request_is_refused(
     assert not engine.parts, "the loop is not asked"
 
 
-async def test_few_calls_are_served_at_once_and_cancelled_ones_give_their_place_back(
+async def test_few_calls_are_served_at_once_and_cancelled_ones_give_their_place_back_with_the_loops_answer(
     served: tuple[Engine, Any],
 ) -> None:
     engine, stub = served
     engine.gate.clear()
-    calls = [stub.Fetch(asked([address_of(1)]), metadata=TRUSTED) for _ in range(AT_ONCE)]
+    calls = [stub.Fetch(asked([address_of(at) for at in range(6)]), metadata=TRUSTED) for _ in range(AT_ONCE)]
     reads = [asyncio.ensure_future(call.read()) for call in calls]
     await engine.is_full.wait()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Fetch(asked([address_of(1)]), metadata=TRUSTED).read()
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for call in calls:
         call.cancel()
     await asyncio.gather(*reads, return_exceptions=True)
+    for _ in range(20):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Fetch(asked([address_of(1)]), metadata=TRUSTED).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert engine.num_waiting == AT_ONCE * PARTS_ASKED, "the loop's queue holds no more, however many are cancelled"
     engine.gate.set()
     deadline = time.monotonic() + 30
     while True:
