@@ -23,8 +23,8 @@ from .stored_blocks import StoredBlocks
 
 _READING_PART = 2  # at most this part of host memory holds blocks that are being read
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.5, 2.0
-_READ_WEIGHT = 0.2  # of the last read, in the mean time of a block's
-_READ_AGEING = 0.98  # applied each time that mean speaks against a read, so that one slow read does not count for ever
+_READ_FADING = 0.98  # of what is known, with each block that is read: about 50 blocks count
+_READ_AGEING = 0.98  # applied each time that speaks against a read, so that one slow read does not count for ever
 _FILE = ""  # the source that is not an engine's address
 
 
@@ -51,21 +51,26 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Source:
-    """Where blocks come from, and what became of them."""
+    """Where blocks come from, and what became of them.
+
+    num_read  blocks that were read or failed, the last ones with the greatest weight
+    seconds   that those took together: the first block of a read takes longest, and counts no more than others
+    """
 
     tokens: int = 0
     num_failed: int = 0
-    block_s: float | None = None  # mean time for a block; None before the first
+    num_read: float = 0.0
+    seconds: float = 0.0
 
     def note(self, seconds: float) -> None:
-        known = seconds if self.block_s is None else self.block_s
-        self.block_s = known + _READ_WEIGHT * (seconds - known)
+        self.num_read = _READ_FADING * self.num_read + 1
+        self.seconds = _READ_FADING * self.seconds + seconds
 
     def pays(self, count: int, computed_s: float) -> bool:
         """Say whether so many blocks come sooner than they are computed, as far as is known."""
-        if self.block_s is None or not computed_s or count * self.block_s <= computed_s:
+        if not self.num_read or not computed_s or count * self.seconds / self.num_read <= computed_s:
             return True
-        self.block_s *= _READ_AGEING
+        self.seconds *= _READ_AGEING
         return False
 
 

@@ -37,7 +37,7 @@ class HostRows(Protocol):
 class Done:
     """What became of a host block: `is_ok` means that it was read or written.
 
-    seconds  for each block of the job
+    seconds  its part of the job's time
     """
 
     host: int

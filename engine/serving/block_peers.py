@@ -78,15 +78,18 @@ class BlockPeers:
                 channel.close()
 
     def _read(self, peer: str, wanted: Sequence[tuple[bytes, int]], asked_at: float) -> None:
-        num_read = 0
+        num_read, last_at = 0, asked_at
         try:
             for host in self._fetched(peer, wanted, asked_at):
                 num_read += 1  # each at once: a sequence that has waited long enough starts with what has come
-                self._done.put(Done(host, True, (time.perf_counter() - asked_at) / num_read))
+                now = time.perf_counter()
+                self._done.put(Done(host, True, now - last_at))
+                last_at = now
         except Exception:
             log.exception("blocks of %s could not be fetched", peer)
-        for _, host in wanted[num_read:]:
-            self._done.put(Done(host, False, (time.perf_counter() - asked_at) / len(wanted)))
+        failed = wanted[num_read:]
+        for _, host in failed:
+            self._done.put(Done(host, False, (time.perf_counter() - last_at) / len(failed)))
         self._wake()
 
     def _fetched(self, peer: str, wanted: Sequence[tuple[bytes, int]], asked_at: float) -> Iterator[int]:
