@@ -120,15 +120,20 @@ class BlockTables:
         self._windows.leave(seq.blocks)
         seq.blocks = BlockTable(hashes=seq.blocks.hashes)
 
-    def plan(self, chunks: list[Chunk]) -> StepPlan:
-        """Return a plan of these chunks and of the copies that they need."""
+    def plan(self, chunks: list[Chunk], most_loads: int) -> StepPlan:
+        """Return a plan of these chunks and of the copies that they need.
+
+        most_loads  see HostLoads
+        """
         if not chunks:
             return StepPlan(chunks)
         if self._windows:
             self._host.taken(self._windows.cover(chunks))
         if not self._host.num_blocks:
             return StepPlan(chunks, self._copies.plan(chunks))
-        return StepPlan(chunks, self._copies.plan(chunks), self._host.saves(), self._host.loads(chunks))
+        return StepPlan(
+            chunks, self._copies.plan(chunks), self._host.saves(), self._host.loads.take(chunks, most_loads)
+        )
 
     def commit(self, plan: StepPlan) -> None:
         """Note that the oldest plan has been computed."""

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..core.sequence import Sequence, State
-from ..core.step import Chunk, StepPlan
+from ..core.step import StepPlan
 from ..timing.cost_model import CostModel
 from .arrivals import Arrivals, Peers
 from .block_store import BlockStore
 from .blocks import BlockPool
 from .host_cache import HostCache
+from .host_loads import HostLoads
 from .lent_blocks import LentBlocks
 from .prefix_cache import Prefix
 from .stored_blocks import StoredBlocks
@@ -104,9 +105,9 @@ class HostBlocks:
         self._noted: dict[int, _Users] = {}  # by block on the device
         self._held: dict[int, _Users] = {}  # by block on the host
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
-        self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
+        self.loads = HostLoads()
         windows = windows or Windows(pool, (), 0)
-        self._cache = HostCache(pool, self._free, costs, windows) if caches and num_blocks else None
+        self._cache = HostCache(pool, self._free, costs, self.loads, windows) if caches and num_blocks else None
         self.stored: StoredBlocks | None = None
         self.lent: LentBlocks | None = None
         self.arrivals: Arrivals | None = None
@@ -138,7 +139,7 @@ class HostBlocks:
         """Note the blocks that a preempted sequence is about to give up, if copying them is worth it."""
         if not self.num_blocks:
             return
-        self._loads.pop(seq.id, None)
+        self.loads.drop(seq)
         if self._cache is not None:
             self._cache.released(seq)
         if not seq.blocks.num_committed:  # nothing is new since it started, and what it started from is still kept
@@ -233,13 +234,15 @@ class HostBlocks:
             self._forget(kept, position)
             kept.on_device[position] = seq.blocks[position]
             self._noted.setdefault(seq.blocks[position], []).append((kept, position))
-        self._loads[seq.id] = [(host, seq.blocks[position]) for position, host in prefix.loads]
+        if prefix.loads:
+            self.loads.want(seq, [(host, seq.blocks[position]) for position, host in prefix.loads])
         num_loaded = sum(self._num_tokens(kept, position) for position, _ in prefix.loads)
         seq.account.loads(num_loaded)
         self._loaded_tokens += num_loaded
 
     def computed(self, seq: Sequence) -> None:
         """Forget what a sequence kept: a step of it is committed, so its own blocks hold the content."""
+        self.loads.drop(seq)
         if kept := self._kept.get(seq.id):
             self._drop(kept)
         if self._cache is not None:
@@ -257,7 +260,7 @@ class HostBlocks:
             self.lent.flush()
 
     def ended(self, seq: Sequence) -> None:
-        self._loads.pop(seq.id, None)
+        self.loads.drop(seq)
         if self.arrivals is not None:
             self.arrivals.ended(seq)
         if self._cache is not None:
@@ -299,16 +302,9 @@ class HostBlocks:
         self._saves.clear()
         return pairs + cached
 
-    def loads(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
-        """Return (host block, block) pairs for these chunks."""
-        cached = self._cache.loads(chunks) if self._cache is not None else []
-        if not self._loads:
-            return cached
-        return [pair for chunk in chunks for pair in self._loads.pop(chunk.seq.id, ())] + cached
-
     def distrust(self, plan: StepPlan) -> list[Sequence]:
-        """Forget what a failed step saved; return the running sequences that started from it."""
-        misled: dict[int, Sequence] = {}
+        """Forget what a failed step saved; return the running sequences that start again because of it."""
+        misled = {seq.id: seq for seq in self.loads.misled()}
         for _, host in plan.saves:
             for kept, position in list(self._held.get(host, ())):
                 self._cut(kept, position)
@@ -375,8 +371,8 @@ class HostBlocks:
             if seq.state is State.RUNNING:
                 assert all(seq.blocks[position] == block for position, block in kept.on_device.items())
         assert self._saves.keys() <= self._held.keys(), "a save that no sequence needs"
-        running = {id for id, kept in self._kept.items() if kept.seq.state is State.RUNNING}
-        assert self._loads.keys() <= running, "a load for a sequence that does not run"
+        for seq in (*self.loads, *self.loads.misled()):
+            assert seq.state is State.RUNNING, f"sequence {seq.id} does not run, and loads"
 
 
 def _on_device(kept: _Kept) -> Iterator[tuple[int, int]]:

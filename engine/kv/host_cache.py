@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..core.sequence import Sequence, State, WindowTable
-from ..core.step import Chunk, StepPlan
+from ..core.step import StepPlan
 from ..timing.cost_model import CostModel
 from .blocks import BlockPool
+from .host_loads import HostLoads
 from .prefix_cache import Prefix
 from .windows import HOLE, Windows, window_address
 
@@ -27,10 +28,11 @@ class HostCache:
     pool     of the device; it remembers what it evicts from now on
     free     host blocks that hold nothing, shared with whoever else uses some
     costs    knows whether copying is faster than computing
+    loads    takes what sequences load
     windows  of the layers whose blocks are cached beside the others'
     """
 
-    def __init__(self, pool: BlockPool, free: list[int], costs: CostModel, windows: Windows) -> None:
+    def __init__(self, pool: BlockPool, free: list[int], costs: CostModel, loads: HostLoads, windows: Windows) -> None:
         self.hit_tokens = 0  # of prompts, found here since the engine started
         self._pool = pool
         self._free = free
@@ -39,7 +41,7 @@ class HostCache:
         self._evicted = pool.remember_evicted()
         self._host_of: OrderedDict[bytes, int] = OrderedDict()  # by address, the least recently used first
         self._saves: dict[int, int] = {}  # host block → block, of the next plan
-        self._loads: dict[int, list[tuple[int, int]]] = {}  # for sequences whose first chunk is not planned
+        self._loads = loads
         self._readers: dict[int, tuple[Sequence, list[int]]] = {}  # sequences that load, until a step is committed
         self._num_readers: Counter[int] = Counter()  # by host block
         self._forgotten: set[int] = set()  # host blocks without an address, which are read
@@ -158,7 +160,7 @@ class HostCache:
         if not loads:
             return
         hosts = [host for _, host, _, _ in loads]
-        self._loads[seq.id] = [(host, block) for _, host, _, block in loads]
+        self._loads.want(seq, [(host, block) for _, host, _, block in loads])
         self._readers[seq.id] = (seq, hosts)
         self._num_readers.update(hosts)
         for _, _, address, _ in sorted(loads, reverse=True):  # the head of a prefix is given up last
@@ -168,7 +170,6 @@ class HostCache:
 
     def released(self, seq: Sequence) -> None:
         """Note that a sequence need not load again: a step of it is committed, or it has given up its blocks."""
-        self._loads.pop(seq.id, None)
         _, hosts = self._readers.pop(seq.id, (seq, []))
         for host in hosts:
             self._read_once(host)
@@ -194,12 +195,6 @@ class HostCache:
         pairs = [(block, host) for host, block in self._saves.items()]
         self._saves.clear()
         return pairs
-
-    def loads(self, chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
-        """Return (host block, block) pairs for these chunks."""
-        if not self._loads:
-            return []
-        return [pair for chunk in chunks for pair in self._loads.pop(chunk.seq.id, ())]
 
     def distrust(self, plan: StepPlan) -> list[Sequence]:
         """Forget what a failed step saved; return the running sequences that started from it."""
@@ -227,7 +222,6 @@ class HostCache:
         assert +self._num_readers == read, "a host block is read by others than it counts"
         assert self._forgotten <= read.keys(), "a forgotten host block that nobody reads"
         assert read.keys() <= addressed | self._forgotten, "a sequence loads what is gone"
-        assert self._loads.keys() <= self._readers.keys(), "a load that nothing holds"
         for seq, _ in self._readers.values():
             assert seq.state is State.RUNNING, f"sequence {seq.id} does not run, and loads"
         return addressed | self._forgotten

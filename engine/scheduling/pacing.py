@@ -13,12 +13,16 @@ share, one prompt beside many decodes a small one.
 
 Short prompts may use up to half of the remaining budget; the oldest prompt gets the rest. Short prompts thus never wait
 for long ones, and a long prompt takes at most twice its time unless other sequences outrank it.
+
+A sequence that starts from host memory loads blocks before it computes. Beside decodes a step loads as many as lengthen
+it by LOAD_PART, so that a long prompt that comes from another engine, or from the file, stalls no stream either.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 
 from ..core.sequence import Sequence
 from ..core.step import Chunk
@@ -28,6 +32,8 @@ FIRST_PREFILL = 64  # prompt tokens of a step before any step has shown how fast
 MIN_PREFILL = 4  # prompt tokens that every step has room for, however long they take
 LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, whatever the target
 PROMPT_WEIGHT = 2.0  # how many slowed decodes a slowed prompt is worth: it also keeps its place in the batch empty
+LOAD_PART = 0.15  # of its decodes' own time, by which a step may grow for blocks from host memory
+FIRST_LOADS = 8  # blocks of a step before any copy has been timed
 ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances at least once in as many
 OVERTAKING = 64  # how many sequences at the head of the queue a short prompt can overtake
 
@@ -77,6 +83,15 @@ class Pacing:
         if self._costs.has_measured:
             room = max(MIN_PREFILL, self._costs.tokens_within(limit_s - alone_s, start))
         return min(self._token_budget, decodes + room)
+
+    def most_loads(self, running: Iterable[Sequence]) -> int:
+        """Return how many blocks the next step may load from host memory beside these sequences; at least one."""
+        lengths = [seq.num_computed for seq in running if len(seq.tokens) + seq.num_pending - seq.num_computed == 1]
+        if not lengths:
+            return sys.maxsize
+        if (copy_s := self._costs.block_copy_s) is None:
+            return FIRST_LOADS
+        return max(1, int(LOAD_PART * self._costs.decodes_s(len(lengths), sum(lengths)) / copy_s))
 
     def newcomer(self, in_line: Iterator[Sequence], running: list[Sequence], budget: int) -> Sequence | None:
         """Return the waiting sequence that may start: the next in line or, if the budget is spent, a short prompt.

@@ -213,10 +213,16 @@ class Scheduler:
         is_idle = not self.running
         budget = self._pacing.budget(self.running, self._num_startable)
         self.hold = self._admit(budget)
-        chunks = self._pacing.chunks(self._unfinished(), budget, self.waiting.rank, self._idle_plans)
+        running, most_loads = self._unfinished(), 0
+        if loads := self.host.loads:
+            loading = {seq.id for seq in loads}
+            most_loads = self._pacing.most_loads(seq for seq in running if seq.id not in loading)
+            late = loads.late(most_loads)
+            running = [seq for seq in running if seq.id not in late]
+        chunks = self._pacing.chunks(running, budget, self.waiting.rank, self._idle_plans)
         if self._speculation is not None:
             chunks = self._draft(chunks, budget, self._speculation)
-        plan = self._tables.plan(chunks)
+        plan = self._tables.plan(chunks, most_loads)
         if not plan.is_empty:
             self.costs.scheduled(after_idle=is_idle)
             self._count_on(plan)

@@ -60,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     prefix_caching = True
     block_size = 4  # from 8 on, blocks are also found by their first tokens, and copied
     host_blocks = 0
+    copy_s = 0.01
     windows: tuple[int | None, ...] = (None,)
     num_blocks = 0  # of the pool; 0: 80 tokens
     store_path = None
@@ -95,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             lookahead=self.lookahead,
             prefix_caching=self.prefix_caching,
             host_blocks=self.host_blocks,
-            copy_s=0.01,
+            copy_s=self.copy_s,
             speculation=self.speculation,
             windows=self.windows,
             store_path=self.store_path,
@@ -308,6 +309,7 @@ class HostCache(Host):
     """Few prompts come again and again, more than the device holds at once."""
 
     host_blocks = 30  # of four prompts with ten each
+    copy_s = 0.05  # beside decodes a step loads two blocks or three
 
     @rule(prompts=st.lists(st.integers(0, 3), min_size=1, max_size=4), count=st.integers(1, 12))
     def ask_again(self, prompts, count):
