@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from ..runtime import event_loop
 from ..runtime.authority import CertsError
 from ..runtime.channel_trust import TrustError
 from ..runtime.logs import print_line, start_logging
+from ..runtime.signals import on_stop
 from ..settings import EXIT_CONFIG, EXIT_FAILURE
 from ..settings.fleet import LOCAL, FleetConfig
 from .control import answering
@@ -60,8 +60,7 @@ def run(config: FleetConfig) -> int:
 async def _drive(config: FleetConfig, hosts: RayHosts, folder: FleetFolder) -> int:
     metrics = Metrics() if config.metrics else None
     driver, stop = Driver(config, hosts, folder, metrics), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    on_stop(stop.set)
     with contextlib.ExitStack() as stack:
         if metrics is not None and config.metrics:
             port, end = metrics.serve(config.metrics)

@@ -31,6 +31,7 @@ from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust
 from ...runtime.logs import print_line, start_logging
 from ...runtime.parent_watch import exit_with_parent
+from ...runtime.signals import on_stop
 from ...settings import EXIT_CONFIG, EXIT_FAILURE, EngineConfig, EngineSettings, SettingError
 from ..core.errors import ConfigError
 from ..drafting import PromptLookup, Speculation
@@ -120,10 +121,11 @@ async def _serve(
 ) -> int:
     info = runner.info
     leaves, stop = asyncio.Event(), asyncio.Event()
+    # The first signal begins the grace period, and a second one ends it.
+    on_stop(lambda: (stop if leaves.is_set() else leaves).set())
     events = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # The first signal begins the grace period, and a second one ends it.
-        events.add_signal_handler(number, lambda: (stop if leaves.is_set() else leaves).set())
+    # A service manager may send it to all processes of a unit.
+    events.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: it is for the first process of a server")
     peers = peers_of(config, runner, fingerprint, trust)
     if peers is None and config.role != "both":
         raise ConfigError(

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping
 
-from ...channel.address import is_unix
 from ...runtime.logs import print_line
 from ...settings import ServeConfig
 from ...settings.router import AUTH_TOKEN_VARIABLE
@@ -50,8 +49,7 @@ class Announcer:
         token = f"{AUTH_TOKEN_VARIABLE}=… " if has_tokens else ""
         found = [("HTTP", self._url)] if self._url else []
         authority = " --tls" if config.tls_cert else ""
-        port = self._address.rpartition(":")[2]
-        address = self._address if is_unix(self._address) else f"127.0.0.1:{port}"
+        address = callable_address(self._address)
         found += [("gRPC", self._address), ("try", f'{token}pagoda generate --address {address}{authority} "Hello!"')]
         if self._url and not (has_tokens or config.tls_cert):
             body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
@@ -61,3 +59,9 @@ class Announcer:
     def _print(self, message: str, fields: Mapping[str, str]) -> None:
         given = {name: value for name, value in fields.items() if value}
         print_line(self._config, "pagoda.router", message, given)
+
+
+def callable_address(address: str) -> str:
+    """The address at which this host can call a server that listens at `address`, which may be that of every host."""
+    host, _, port = address.rpartition(":")
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"

@@ -19,6 +19,7 @@ from ...runtime.channel_trust import ChannelTrust, TrustError
 from ...runtime.followed import wait_until_read
 from ...runtime.logs import start_logging
 from ...runtime.parent_watch import exit_with_parent
+from ...runtime.signals import on_stop
 from ...settings import EXIT_CONFIG, ServeConfig, SettingError
 from ...settings.router import SPAWN, named_loras, named_models
 from ...settings.sources import misspelt_variables
@@ -132,8 +133,7 @@ def _exit_code_of(run: Callable[[], None], config: ServeConfig) -> int:
 async def _until_signal(router: Router, parent: ParentLink) -> None:
     loop = asyncio.get_running_loop()
     parent.answer_from(loop)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, router.stop)
+    on_stop(router.stop)
     loop.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: send it to the process that has started this router")
     await router.run()
 

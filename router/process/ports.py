@@ -159,7 +159,7 @@ class Ports:
         config, services = self._served.config, self._served.services
         refusals: dict[str, Refusal] = {}
         guard = CallGuard(services.messages, self._served.identities, refusals, services.observers.refused)
-        options = server_options(True, self._max_bytes, config.max_connection_age_s)
+        options = server_options(True, self._max_bytes, config.max_connection_age_s, config.max_requests)
         server = grpc.aio.server(options=options, interceptors=[guard])
         control: control_pb2_grpc.ControlServicer = self.group.control
         admin: admin_pb2_grpc.AdminServicer = self.group.admin

@@ -27,7 +27,7 @@ log = logging.getLogger("pagoda.router")
 PROGRAM = ("-m", "pagoda_server.router.process")
 CHECK, GO_ON = "--check", "--go-on"
 CHECK_S = 60.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # wait until the new program has handlers
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)  # wait until the new program has handlers
 
 
 @dataclass(frozen=True, slots=True)

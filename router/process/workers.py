@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ...channel.address import is_unix
 from ...runtime import event_loop
+from ...runtime.signals import on_stop
 from ...settings import ServeConfig
 from ...settings.setting import flag
 from ..config_error import ConfigError
@@ -114,8 +115,7 @@ class Workers:
             if whole is not None and whole < self._config.workers:
                 raise ConfigError(f"{flag(limit)} {whole} leaves nothing for some of the workers")
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        on_stop(self._on_signal)
         loop.add_signal_handler(signal.SIGUSR2, self._signaled.set)
         if handed is not None:
             unblock_signals()

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import grpc
+
 from pagoda.v1 import inference_pb2
 
 from ..errors import (
@@ -44,7 +46,7 @@ class RequestLog:
         self._timer: asyncio.TimerHandle | None = None  # set during the second after a line
 
     def ended(self, record: Record) -> None:
-        if record.error is not None and record.answer is None:
+        if record.answer is None and record.code is not grpc.StatusCode.OK:
             self._refuse(record.code.name, reason_of(record.error), lambda: fields_of(record))
         elif log.isEnabledFor(logging.INFO):
             _log("request", fields_of(record))

@@ -299,6 +299,21 @@ def test_sigterm_ends_what_takes_too_long(grace: str) -> None:
         assert server.process.wait(60) == 0
 
 
+def test_a_hangup_lets_streams_finish_and_counts_as_no_second_signal() -> None:
+    with running_server(*SYNTHETIC, "--grace-s", "600") as server, grpc.insecure_channel(server.address) as channel:
+        inference, _ = stubs(channel)
+        call = inference.Generate(request("finish me", max_tokens=400))
+        first = next(call)
+        engine = server.engine()
+        engine.send_signal(signal.SIGUSR2)  # a service manager sends a signal to all processes of its unit
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
+            for process in (server.process, engine):
+                process.send_signal(number)
+        assert Answer([first, *call]).ids() == expected_tokens(b"finish me", 400, 258)
+        assert server.process.wait(60) == 0
+        assert not engine.is_running()
+
+
 def test_an_engine_that_crashes_at_every_start_is_given_up_with_a_non_zero_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

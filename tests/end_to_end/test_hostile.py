@@ -460,6 +460,22 @@ def test_a_call_that_ends_during_a_write_leaves_no_error_in_the_log(attacked: Se
     assert "Traceback" not in logged
 
 
+def test_a_flood_of_calls_that_are_reset_at_once_fills_no_memory() -> None:
+    """CVE-2023-44487: a client whose calls never count as open, because it resets each one behind its headers."""
+    reset = struct.pack(">I", 8)
+    with running_server(*SYNTHETIC) as server, grpc.insecure_channel(server.address) as channel:
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        assert ask(inference, request("before", 3)).ids()
+        before = peak_bytes(server)
+        connection = opened(server.address)
+        for first in range(1, 60_000, 200):
+            streams = range(first, first + 200, 2)
+            connection.sendall(b"".join(headers(each) + frame(3, 0, each, reset) for each in streams))
+        assert ask(inference, request("after", 3)).ids()
+        assert peak_bytes(server) < before + 200e6, "30,000 calls that wait to be noticed took 400 MB"
+        connection.close()
+
+
 def soon(is_so: Callable[[], bool]) -> None:
     """Wait until it is so, or until it may be over."""
     until = time.monotonic() + 5

@@ -11,6 +11,7 @@ import trustme
 
 from pagoda.v1.inference_pb2 import GenerateRequest
 from pagoda_server.router.errors import ConfigError
+from pagoda_server.router.process.announce import callable_address
 from pagoda_server.router.process.public_port import auth_token, bind, check_exposure, max_message_bytes
 from pagoda_server.router.request.fields import Limits
 from pagoda_server.router.request.models import LONGEST_CONTEXT, longest_context
@@ -37,6 +38,20 @@ def test_a_token_that_no_client_could_send_is_refused(tmp_path: Path, content: b
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(ConfigError, match=f"--auth-token-file: .*token.* {complaint}"):
         auth_token(ServeConfig(auth_token_file=str(tmp_path / "token")))
+
+
+@pytest.mark.parametrize(
+    ("listening", "called"),
+    [
+        ("0.0.0.0:50051", "127.0.0.1:50051"),
+        ("[::]:50051", "[::1]:50051"),
+        ("[::1]:50051", "[::1]:50051"),
+        ("10.0.0.7:1", "10.0.0.7:1"),
+        ("unix:/run/pagoda.sock", "unix:/run/pagoda.sock"),
+    ],
+)
+def test_the_address_to_try_is_one_that_the_server_listens_at(listening: str, called: str) -> None:
+    assert callable_address(listening) == called
 
 
 def test_an_address_that_looks_local_and_is_not_is_guarded() -> None:

@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Compute the steps that rank 0 sends, until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # they may reach all processes of a terminal or a unit; rank 0 decides
     # A rank that is stopped, or that loads its part, does not read the end of its socket.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -30,6 +30,7 @@ from pagoda_server.router.errors import (
     Unavailable,
     Unimplemented,
 )
+from pagoda_server.router.request.record import Record
 from pagoda_server.router.telemetry.logs import RequestLog, reason_of, trace_id_of
 from pagoda_server.runtime.logs import JsonFormatter, LineWriter, TextFormatter
 from tests.end_to_end.asking import Answer, request
@@ -470,6 +471,17 @@ def test_a_reason_is_the_servers_own_word(error: Exception | None, reason: str) 
 )
 def test_a_malformed_parent_is_none(values: list[str | bytes], trace: str) -> None:
     assert trace_id_of([("traceparent", value) for value in values]) == trace
+
+
+async def test_calls_that_are_cancelled_before_an_engine_has_them_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = RequestLog()
+    for _ in range(1000):
+        log.ended(Record("Generate", "", (), "pagoda.v1.Inference/Generate", code=grpc.StatusCode.CANCELLED))
+    log.close()
+    first, rest = caplog.records
+    assert vars(first)["fields"]["code"] == "CANCELLED"
+    assert vars(rest)["fields"] == {"count": 999, "refused": {"CANCELLED": 999}}
 
 
 async def test_a_flood_of_kinds_stays_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
