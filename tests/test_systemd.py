@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda_server.runtime.service_manager import REPORTS
 from pagoda_server.settings import EngineConfig, ServeConfig
 
 UNITS = Path(__file__).parent.parent / "deploy" / "systemd"
@@ -60,6 +61,16 @@ def test_systemd_calls_the_exposure_low(installed: Path, name: str) -> None:
 @pytest.mark.parametrize(("name", "config"), [(NAMES[0], ServeConfig), (NAMES[1], EngineConfig)])
 def test_a_unit_waits_longer_than_running_requests_may_take(name: str, config: type[ServeConfig]) -> None:
     assert float(section(name)["TimeoutStopSec"]) >= config().grace_s + 5
+
+
+@pytest.mark.parametrize(("name", "config"), [(NAMES[0], ServeConfig), (NAMES[1], EngineConfig)])
+def test_a_unit_has_more_patience_than_a_step_that_is_no_hang(name: str, config: type[ServeConfig]) -> None:
+    """A report may come so late: the pause between two, and the longest step."""
+    service = section(name)
+    watchdog_s = float(service["WatchdogSec"])
+    assert watchdog_s / REPORTS + config().hang_timeout_s < watchdog_s
+    assert service["Type"] == "notify"
+    assert service["Restart"] == "on-failure", "which a silent service is, too"
 
 
 def test_both_units_are_of_one_user_who_exists_and_meet_in_one_folder() -> None:

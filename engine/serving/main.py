@@ -31,6 +31,7 @@ from ...runtime import event_loop
 from ...runtime.channel_trust import ChannelTrust
 from ...runtime.logs import print_line, start_logging
 from ...runtime.parent_watch import exit_with_parent
+from ...runtime.service_manager import READY, STOPPING, notify, report_progress
 from ...runtime.signals import on_stop
 from ...settings import EXIT_CONFIG, EXIT_FAILURE, EngineConfig, EngineSettings, SettingError
 from ..core.errors import ConfigError
@@ -180,9 +181,13 @@ async def _serve(
     log.info("serving %s at %s with %s kernels", info.model, listener.address, info.kernels)
     if not (is_shm(listener.address) or is_unix(listener.address)):  # a program that gave port 0 learns the actual one
         print_line(config, log.name, f"serving at {listener.address}", {"address": listener.address})
+    notify(READY)
+    watchdog = asyncio.create_task(report_progress(server.loop_answers))
     await _first_of(leaves, stop)
+    notify(STOPPING)
     if not stop.is_set():
         await server.leave(config.grace_s, stop)
+    watchdog.cancel()
     loop.stop()
     await listener.stop()
     if peers is not None:

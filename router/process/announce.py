@@ -1,4 +1,4 @@
-"""What a server prints on standard output: where it starts, and what to try once it serves."""
+"""What a server says about its start, on standard output and to a service manager: where it is, and that it serves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 
 from ...runtime.logs import print_line
+from ...runtime.service_manager import READY, notify
 from ...settings import ServeConfig
 from ...settings.router import AUTH_TOKEN_VARIABLE
 
@@ -15,7 +16,8 @@ class Announcer:
     """Announces a server twice: when its ports are bound, and when its first engine is ready.
 
     The first line ends with the gRPC address, so that a program that gave port 0 can read it. With JSON logs, both are
-    JSON lines of the same shape.
+    JSON lines of the same shape. A service manager learns of one of the two: a server whose engines others start has
+    started once its ports are bound, because those come and go.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -31,6 +33,8 @@ class Announcer:
         """
         self._address, self._url = address, url
         self._print(f"starting on {f'{url} and ' if url else ''}{address}", {"http": url, "grpc": address})
+        if not self._config.spawns_engine:
+            notify(READY)
 
     def is_ready(self) -> None:
         """Announce that requests are served; only the first call does."""
@@ -42,6 +46,8 @@ class Announcer:
         if self._config.log_format == "text":
             message += "".join(f"\n  {title:6} {text}" for title, text in self._to_try())
         self._print(message, {"http": self._url, "grpc": self._address})
+        if self._config.spawns_engine:
+            notify(READY)
 
     def _to_try(self) -> list[tuple[str, str]]:
         config = self._config

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ...channel.address import is_unix
 from ...runtime import event_loop
+from ...runtime.service_manager import STOPPING, notify, report_progress
 from ...runtime.signals import on_stop
 from ...settings import ServeConfig
 from ...settings.setting import flag
@@ -146,13 +147,16 @@ class Workers:
         others = [asyncio.create_task(each) for each in (self._upgrade_when_signaled(), answering)]
         for task in others:
             task.add_done_callback(self._on_end)
+        watchdog = asyncio.create_task(report_progress())  # until all have ended
         try:
             await self._stop.wait()
         finally:
+            notify(STOPPING)
             for task in (*others, *self._leaving):
                 task.cancel()
             await asyncio.gather(*others, *self._leaving, return_exceptions=True)
             await asyncio.gather(*(self._end(generation) for generation in [*self._generations]))
+            watchdog.cancel()
         if self._failure is not None:
             raise self._failure
 
