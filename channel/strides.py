@@ -14,7 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b, sha256
 
 STRIDE = 64  # tokens
-_STRIDE_BYTES = 4 * STRIDE
+STRIDE_BYTES = 4 * STRIDE
 
 IDENTITY_BYTES = 32  # of an adapter: a SHA-256
 _EMPTY = blake2b(digest_size=8)  # copied for each key: to make one takes longer
@@ -44,10 +44,18 @@ def stride_keys(previous: int, tokens: Sequence[int]) -> list[int]:
 
     tokens  ids below 2**32
     """
+    return keys_of_strides(previous, full_strides(tokens))
+
+
+def full_strides(tokens: Sequence[int]) -> bytes:
+    """Return what `keys_of_strides` reads of these tokens: STRIDE_BYTES for each full stride."""
     whole = len(tokens) // STRIDE * STRIDE
-    content = array("I", tokens if whole == len(tokens) else tokens[:whole])  # a copy of the tokens costs time, too
+    return array("I", tokens if whole == len(tokens) else tokens[:whole]).tobytes()  # to slice all tokens takes time
+
+
+def keys_of_strides(previous: int, content: bytes) -> list[int]:
     key, digests = previous.to_bytes(8, "little"), []
-    for (stride,) in struct.iter_unpack(f"{_STRIDE_BYTES}s", content):
+    for (stride,) in struct.iter_unpack(f"{STRIDE_BYTES}s", content):
         digest = _EMPTY.copy()
         digest.update(key)
         digest.update(stride)

@@ -17,6 +17,7 @@ from .refusals import InvalidMessage
 MOST_KEYS = 1 << 20  # of one engine, whatever size it says its cache has: 64 million tokens
 EXPECTED_S = 10.0  # a prompt that was sent counts as cached for so long; then the engine has reported it, or never will
 MOST_EXPECTED = 1 << 16  # keys
+MOST_RECENT = 1 << 14  # keys that were looked up last
 
 
 class CachedBits:
@@ -28,18 +29,23 @@ class CachedBits:
     def __init__(self) -> None:
         self.reporting = 0
         self._bits: dict[int, int] = {}  # key → its engines
+        # Each look-up among millions of keys waits for memory. Keys that are looked up again lie close together here.
+        self._recent: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._bits)
 
     def set(self, keys: Iterable[int], bit: int) -> None:
-        bits = self._bits
+        bits, recent = self._bits, self._recent
         for key in keys:
             bits[key] = bits[key] | bit if key in bits else bit  # most keys share this number with others of the engine
+            if key in recent:
+                recent[key] = bits[key]
 
     def clear(self, keys: Iterable[int], bit: int) -> None:
-        bits = self._bits
+        bits, recent = self._bits, self._recent
         for key in keys:
+            recent.pop(key, None)
             if rest := bits.get(key, 0) & ~bit:
                 bits[key] = rest
             else:
@@ -47,12 +53,11 @@ class CachedBits:
 
     def num_cached(self, keys: Sequence[int], num_rows: int) -> list[int]:
         """Count the leading keys that the engine in each row has. No count: no engine has any."""
-        bits = self._bits
-        left = bits.get(keys[0], 0) if keys else 0
+        left = self._bits.get(keys[0], 0) if keys else 0
         if not left:
             return []
         found = [0] * num_rows
-        holders = accumulate(map(bits.get, keys, repeat(0)), and_)
+        holders = accumulate(self._look_up(keys), and_)
         for count, now in enumerate(chain(holders, (0,))):
             if ended := left ^ now:  # the engines that have no more
                 while ended:
@@ -62,6 +67,20 @@ class CachedBits:
                 if not now:
                     break
                 left = now
+        return found
+
+    def _look_up(self, keys: Sequence[int]) -> list[int]:
+        """Return the engines that have each key, up to the first key that no engine has."""
+        bits, recent = self._bits, self._recent
+        found = list(map(recent.get, keys, repeat(0)))
+        if 0 in found:
+            if len(recent) + len(keys) > MOST_RECENT:
+                recent.clear()
+            for place, key in enumerate(keys):
+                if not found[place]:
+                    if key not in bits:
+                        return found[: place + 1]
+                    recent[key] = found[place] = bits[key]
         return found
 
 

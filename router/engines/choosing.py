@@ -16,9 +16,12 @@ from typing import Protocol, TypeVar
 
 from pagoda.engine.v1 import engine_pb2
 
-from ...channel.strides import STRIDE, chain_root, first_key, stride_keys
+from ...channel.strides import STRIDE, chain_root, first_key
 from ...settings.router import ChoiceName
+from .prompt_keys import PromptKeys
 from .table import EngineTable
+
+_PROMPT_KEYS = PromptKeys()  # of all models: tokenizers differ, and equal tokens have equal keys
 
 HASHED_STRIDES = 4  # prompts that begin with as many equal tokens go to one engine: as long as most system prompts
 WARM = 0.5  # the part of a prompt that must be cached for an engine to be preferred
@@ -129,7 +132,7 @@ class Asked:
     def _keys_of(self, tokens: Sequence[int]) -> list[int]:
         if self.salt is None:
             return []
-        return stride_keys(first_key(chain_root(self.salt, self.adapter)), tokens)
+        return _PROMPT_KEYS.of(first_key(chain_root(self.salt, self.adapter)), tokens)
 
 
 class Chooser(ABC):

@@ -16,6 +16,7 @@ from bench.fleet import RULES, Machine, Outcome, arrivals, simulate
 from pagoda.engine.v1 import engine_pb2
 from pagoda.v1 import control_pb2
 from pagoda_server.channel.strides import STRIDE, chain_root, first_key, stride_keys
+from pagoda_server.router.engines import cached_keys, prompt_keys
 from pagoda_server.router.engines.cached_keys import EXPECTED_S, MOST_KEYS, CachedBits, CachedKeys
 from pagoda_server.router.engines.choosing import (
     HASHED_STRIDES,
@@ -32,6 +33,7 @@ from pagoda_server.router.engines.choosing import (
     Candidates,
     Chooser,
 )
+from pagoda_server.router.engines.prompt_keys import PromptKeys
 from pagoda_server.router.engines.refusals import InvalidMessage
 from pagoda_server.router.engines.table import FULL_S, QUEUE_S, SLACK, SLACK_PART, EngineTable
 
@@ -90,6 +92,17 @@ def test_routers_and_engines_of_all_versions_give_a_stride_the_same_key() -> Non
             key = blake2b(key + content, digest_size=8).digest()
             expected.append(int.from_bytes(key, "little"))
         assert stride_keys(first_key(root), tokens) == expected
+
+
+def test_keys_of_pieces_that_came_before_are_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_keys, "MOST_PIECES", 6)
+    random, known = Random(1), PromptKeys()
+    contents = [random.choices(range(9), k=1024) for _ in range(3)]
+    for _ in range(300):
+        tokens = [token for content in random.choices(contents, k=3) for token in content][: random.randrange(3073)]
+        root = random.randrange(2)
+        assert known.of(root, tokens) == stride_keys(root, tokens)
+        assert len(known) <= 6
 
 
 def test_a_request_has_keys_unless_it_bypasses_the_cache() -> None:
@@ -339,8 +352,12 @@ def test_a_key_that_was_sent_stays_cached_when_the_engine_says_that_it_has_left(
     assert cached.num_cached(keys) == 2
 
 
-def test_what_is_found_of_many_engines_is_what_is_counted_engine_by_engine() -> None:
+@pytest.mark.parametrize("most_recent", [25, 10_000])
+def test_what_is_found_of_many_engines_is_what_is_counted_engine_by_engine(
+    monkeypatch: pytest.MonkeyPatch, most_recent: int
+) -> None:
     """Engines come, go, and take each other's bits; one dictionary of all must say what a set for each says."""
+    monkeypatch.setattr(cached_keys, "MOST_RECENT", most_recent)
     random, table = Random(1), EngineTable()
     chains = [Asked([at] * 640).keys() for at in range(6)]
     caches: dict[CachedKeys, set[int]] = {}
