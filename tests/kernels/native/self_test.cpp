@@ -53,7 +53,8 @@ const NamedTest TESTS[] = {
     {"linear_whole", test_whole},
     {"rows of experts", test_experts},
     {"weigh_experts", test_weigh_experts},
-    {"add_low_rank", test_low_rank},
+    {"pack and add_low_rank", test_low_rank},
+    {"pack_low_rank, finite values", test_finite_low_rank},
 };
 
 }  // namespace

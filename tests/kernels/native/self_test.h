@@ -212,4 +212,4 @@ Test test_norm, test_activate, test_rope_and_store_kv, test_argmax, test_argmax_
 Test test_draw, test_unsure_draws;
 Test test_decode_attention, test_attention_of_few_queries, test_attention_of_shared_blocks, test_prefill_attention;
 Test test_int8_exactly, test_int8, test_int8_of_odd_rows, test_embedding_int8, test_grouped_exactly, test_grouped, test_embedding_grouped, test_quantize_int4, test_whole;
-Test test_experts, test_weigh_experts, test_low_rank;
+Test test_experts, test_weigh_experts, test_low_rank, test_finite_low_rank;
