@@ -91,13 +91,27 @@ def quality_command(
         list[Path] | None,
         typer.Option(help="Text to predict; may be repeated.", exists=True, dir_okay=False, show_default=TEXT.name),
     ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Precision to compare with float32: also "served", what the engine chooses, and "served, int8 cache". '
+            "May be repeated.",
+            show_default="bfloat16, int8, int4, int8 cache",
+        ),
+    ] = None,
+    parts: Annotated[
+        Path | None,
+        typer.Option(help="Keep the result of each window in this folder: a run that was stopped goes on from there."),
+    ] = None,
     threads: Threads = None,
     output: Output = OUTPUT,
 ) -> None:
     """Compare precisions with float32: perplexity, top-1 agreement, KL divergence and greedy outputs."""
-    from bench.quality import quality  # imported here: other commands need no torch
+    from bench.quality import chosen, quality  # imported here: other commands need no torch
 
-    quality(resolve(model), text or [TEXT], threads=threads or usable_cores(), output=output)
+    precisions = chosen(precision or [])
+    threads = threads or usable_cores()
+    quality(resolve(model), text or [TEXT], threads=threads, output=output, precisions=precisions, parts=parts)
 
 
 @app.command("promises")

@@ -41,6 +41,10 @@ class Bars:
     def add(self, tokens: int) -> None:
         self._progress.advance(self._task, tokens)
 
+    def note(self, line: str) -> None:
+        """Print a line that stays, above the bar."""
+        self._progress.console.print(line, soft_wrap=True)
+
 
 @contextmanager
 def bars(total_tokens: int) -> Iterator[Bars]:

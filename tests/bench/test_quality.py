@@ -18,7 +18,9 @@ from bench.quality import (
     CONTINUATION_LEN,
     NUM_CONTINUATIONS,
     Differences,
+    Parts,
     Quality,
+    chosen,
     continuations,
     differences,
     measure,
@@ -27,6 +29,7 @@ from bench.quality import (
     read,
     summary,
     text_logits,
+    windows,
 )
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.kernels import has_native
@@ -69,18 +72,18 @@ def test_perplexity_is_that_of_transformers_across_chunks(
         logits = theirs(torch.tensor([TOKENS])).logits[0, :-1]
     torch.testing.assert_close(torch.cat(list(text_logits(runner, TOKENS))), logits, rtol=1e-3, atol=1e-3)
     expected = functional.cross_entropy(logits, torch.tensor(TOKENS[1:])).exp().item()
-    (parts,) = read([runner], TOKENS)
-    assert perplexity(parts) == pytest.approx(expected, rel=1e-4)
+    assert perplexity(read([runner], TOKENS)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_long_text_is_read_in_windows_that_know_nothing_of_each_other(runner: ModelRunner, theirs: Any) -> None:
-    """The last of three windows, as long as the model's context, has one token: it predicts nothing."""
+    """The last of three windows, as long as the model's context, has one token: it predicts nothing. So is a text."""
     tokens, length = random_prompt(2 * 256 + 1, seed=0), runner.info.max_model_len
     heard: list[int] = []
-    (parts,) = read([runner], tokens, heard.append)
+    cut = windows([tokens, TOKENS], length)
+    assert cut == [tokens[:length], tokens[length : 2 * length], TOKENS]
+    parts = [part for window in cut[:2] for part in read([runner], window, heard.append)]
     losses = []
-    for start in (0, length):
-        window = torch.tensor(tokens[start : start + length])
+    for window in map(torch.tensor, cut[:2]):
         with torch.inference_mode():
             losses.append(functional.cross_entropy(theirs(window[None]).logits[0, :-1], window[1:]).item())
     assert sum(heard) == 2 * (length - 1)
@@ -104,8 +107,8 @@ def test_continuations_are_those_of_transformers(runner: ModelRunner, theirs: An
 
 
 def test_a_model_agrees_with_itself(runner: ModelRunner) -> None:
-    for parts in read([runner, runner], TOKENS):
-        found = summary(parts, [[1, 2]], [[1, 2]])
+    for part in read([runner, runner], TOKENS):
+        found = summary([part], [[1, 2]], [[1, 2]])
         assert found == Quality(found.perplexity, 1.0, 0.0, 1.0, 0.0, 1, 2.0)
 
 
@@ -128,7 +131,7 @@ def test_figures_are_those_computed_by_hand() -> None:
 
 def test_a_text_that_is_too_short_is_refused(runner: ModelRunner) -> None:
     with pytest.raises(BenchError, match="79 tokens; at least 80 are needed"):
-        read([runner], random_prompt(79, seed=0))
+        windows([random_prompt(40, seed=0), random_prompt(39, seed=0)], runner.info.max_model_len)
 
 
 def test_a_model_without_logits_is_told_in_one_line(
@@ -144,7 +147,7 @@ def test_the_report_holds_every_precision(folder: Path, theirs: Any, tmp_path: P
     texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for text, part in zip(texts, (TOKENS[:70], TOKENS[70:]), strict=True):
         text.write_text(" ".join(map(str, part)))
-    quality(folder, texts, threads=1, output=tmp_path)
+    quality(folder, texts, threads=1, output=tmp_path, precisions=chosen([]))
     document = json.loads((tmp_path / "quality.json").read_text())
     assert document["tokens"] == len(TOKENS)
     found = document["precisions"]
@@ -157,11 +160,41 @@ def test_the_report_holds_every_precision(folder: Path, theirs: Any, tmp_path: P
     assert all(f"| {name} |" in page for name in found)
 
 
+def test_a_run_that_was_stopped_goes_on_with_the_same_figures(
+    folder: Path, theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped in the second of two texts: only that is read again, and then nothing is."""
+    texts, precisions = [TOKENS[:70], TOKENS[70:]], chosen(["served", "bfloat16"])
+    whole = measure(folder, texts, 1, precisions)
+    heard: list[list[int]] = []
+
+    def count(runners: list[ModelRunner], window: list[int], on_tokens: Any) -> list[Differences]:
+        heard.append(window)
+        if len(heard) == 2:
+            raise KeyboardInterrupt
+        return read(runners, window, on_tokens)
+
+    monkeypatch.setattr("bench.quality.read", count)
+    kept = Parts(tmp_path, str(folder))
+    with pytest.raises(KeyboardInterrupt):
+        measure(folder, texts, 1, precisions, kept)
+    for _ in range(2):
+        assert measure(folder, texts, 1, precisions, kept) == whole
+    assert heard == [texts[0], texts[1], texts[1]]
+    measure(folder, texts, 1, chosen(["bfloat16"]), kept)
+    assert heard[3:] == texts, "other precisions were compared"
+
+
+def test_an_unknown_precision_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(BenchError, match="no precision 'int3', there are: bfloat16; int8"):
+        chosen(["served", "int3"])
+
+
 @needs_int8
 @pytest.mark.slow
 def test_quantizing_costs_the_default_model_about_a_hundredth_of_its_perplexity(default_model_folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(default_model_folder / "tokenizer.json"))
-    found = measure(default_model_folder, tokenizer.encode(TEXT.read_text()).ids, threads=2)
+    found = measure(default_model_folder, [tokenizer.encode(TEXT.read_text()).ids], 2, chosen([]))
     for name, most_kl_nats in (("int8", 0.006), ("int4", 0.003)):
         assert found[name].ratio <= 1.01, name
         assert found[name].kl_nats <= most_kl_nats, name
