@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,41 +18,12 @@ from ...grammars.forced_text import longest_forced
 from .compiled_grammar import CompiledGrammar
 from .grammar_mask import GrammarMask
 from .masks_ahead import MasksAhead
+from .vocabulary import Vocabulary
 
 MOST_KEPT = 32  # compiled grammars
 MOST_MEMORY_KEPT = 16 << 20  # bytes that they took when they were compiled: some take some MB
 MOST_BYTES_KEPT = 4 << 20  # of their texts
 MOST_FORCED = 8192  # bytes that a grammar may force at once, so that finding them takes some milliseconds at most
-
-_END = "<|end of guided output|>"  # a token that llguidance allows where the grammar may end; no sequence chooses it
-
-
-def _for_grammars(content: bytes) -> tuple[str, int]:
-    """Edit a tokenizer.json: add the token _END, and hide added tokens that are not special. Return it with _END's id.
-
-    llguidance takes every added token for special: it would force text that spells one as that token, which it then
-    refuses. So added tokens that are not special are tokens like others, or spell no text. A grammar names such a token
-    by its id. The library would take twice as long as this for the same edit, and holds the interpreter's lock.
-    """
-    document = json.loads(content)
-    vocabulary = document["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of pairs, each a text and its score
-        vocabulary = {text: id for id, (text, _) in enumerate(vocabulary)}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    # The library ignores empty texts, and takes the last of several tokens with one text.
-    added = {token["content"]: token for token in document.get("added_tokens") or [] if token["content"]}
-    added[_END] = {"content": _END, **flags}
-    kept, ids, free = [], {}, len(vocabulary)
-    for text, token in added.items():
-        if not token["special"] and text in vocabulary:
-            continue
-        # The library ignores the file's ids: a token that is not in the vocabulary gets the id behind all others.
-        ids[text] = vocabulary.get(text, free)
-        free = max(free, ids[text] + 1)
-        hidden = f"\ufdd0{ids[text]}"  # no character
-        kept.append({**token, "id": ids[text], "content": text if token["special"] else hidden})
-    document["added_tokens"] = kept
-    return json.dumps(document, ensure_ascii=False), ids[_END]
 
 
 class Grammars:
@@ -110,9 +80,8 @@ class Grammars:
             raise GrammarError(self._refusal)
         if self._tokenizer is None:
             try:
-                document, end = _for_grammars((self._folder / "tokenizer.json").read_bytes())
-                num_tokens = max(self._vocab_size, end + 1)
-                self._tokenizer = LLTokenizer(document, n_vocab=num_tokens, eos_token=end)
+                content = (self._folder / "tokenizer.json").read_bytes()
+                self._tokenizer = Vocabulary(content, self._vocab_size).for_grammars()
             except Exception as error:  # the libraries raise nothing narrower
                 self._refusal = f"cannot be followed: the model's tokenizer is of another kind: {error}"
                 raise GrammarError(self._refusal) from error

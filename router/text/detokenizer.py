@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 
 from tokenizers import Tokenizer, decoders
 
+from ...checkpoints.synthetic import letters_of_bytes
 from .panics import contained
 from .piece_detokenizer import PieceWise, PieceWiseKind, flat, piece_wise
 
@@ -128,14 +129,7 @@ class _TokenBytes(dict[int, bytes]):
         return self[id]
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's names of the 256 bytes: visible characters of Latin-1 name themselves, the others follow U+0100."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()
+_BYTE_OF_CHAR = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
 
 
 class _ByteLevelKind:

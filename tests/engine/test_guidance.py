@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
 from pagoda_server.engine.core.sequence import EndReason, Readout, Sequence
 from pagoda_server.engine.guidance import Grammars
-from pagoda_server.engine.guidance import grammars as of_requests
+from pagoda_server.engine.guidance import vocabulary as vocabulary_of_grammars
 from pagoda_server.engine.guidance.grammar_mask import MOST_SLOW, SLOW_S, GrammarMask
+from pagoda_server.engine.guidance.vocabulary import Vocabulary
 from pagoda_server.engine.runners.sampling import AllowedTokens, fill_mask, num_mask_words
 from pagoda_server.grammars.compiling import GrammarError
 from tests.engine.drafters import AlwaysDrafts, Oracle
@@ -430,7 +431,7 @@ def test_a_tokenizer_that_grammars_cannot_use_is_read_once(monkeypatch: pytest.M
         read.append(arguments)
         raise ValueError("no trie")
 
-    monkeypatch.setattr(of_requests, "LLTokenizer", refuse)
+    monkeypatch.setattr(vocabulary_of_grammars, "LLTokenizer", refuse)
     fresh = Grammars(resolve("synthetic"), VOCAB_SIZE)
     for _ in range(2):
         with pytest.raises(GrammarError, match="of another kind: no trie"):
@@ -449,16 +450,31 @@ def test_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("model", [models.BPE({"a": 0, "b": 1}, []), models.Unigram([("a", 0.0), ("b", -1.0)])])
-def test_the_tokenizer_that_grammars_use_hides_named_text_and_keeps_every_id(model: models.Model) -> None:
+def test_the_vocabulary_of_grammars_hides_named_text_and_keeps_every_id(model: models.Model) -> None:
     tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(["b", "<tool>"])
     tokenizer.add_special_tokens(["<s>"])
-    text, end = of_requests._for_grammars(tokenizer.to_str().encode())
-    edited = Tokenizer.from_str(text)
-    added = {id: token.content for id, token in edited.get_added_tokens_decoder().items()}
-    assert added == {2: "\ufdd02", 3: "<s>", 4: of_requests._END}
-    assert end == 4
-    assert edited.encode("ba").tokens == ["b", "a"]
+    vocabulary = Vocabulary(tokenizer.to_str().encode(), 7)
+    assert vocabulary.tokens == [b"a", b"b", b"<[2]>", b"<s>", vocabulary_of_grammars.END.encode(), b"", b""]
+    assert (vocabulary.special_token_ids, vocabulary.eos_token_id) == ([2, 3, 4], 4)
+    assert vocabulary("ba") == [1, 0]
+
+
+def test_forced_text_gets_no_prefix_and_no_special_tokens() -> None:
+    """As SentencePiece's models write it, whose tokens begin with a space or are a byte. "ab" is joined, "b" is not."""
+    pieces = ["\u2581", "a", "b", "\u2581a", "ab", "<0x0A>", "<s>", "<0xE2>", "<0x82>", "<0xAC>"]
+    merges = [("\u2581", "a"), ("a", "b")]
+    tokenizer = Tokenizer(models.BPE({text: id for id, text in enumerate(pieces)}, merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $0", special_tokens=[("<s>", 6)])
+    vocabulary = Vocabulary(tokenizer.to_str().encode(), 0)
+    assert vocabulary.tokens[:6] == [b" ", b"a", b"b", b" a", b"ab", b"\n"]
+    assert vocabulary("ab a") == [4, 3]
+    assert vocabulary("\u20ac\n") == [7, 8, 9, 5]
 
 
 @given(
@@ -466,7 +482,7 @@ def test_the_tokenizer_that_grammars_use_hides_named_text_and_keeps_every_id(mod
         st.fixed_dictionaries(
             {
                 "id": st.integers(0, 1 << 31),
-                "content": st.sampled_from(["a", "b", "<s>", "<tool>", "", of_requests._END]),
+                "content": st.sampled_from(["a", "b", "<s>", "<tool>", "", vocabulary_of_grammars.END]),
                 "special": st.booleans(),
             }
         ),
@@ -475,14 +491,17 @@ def test_the_tokenizer_that_grammars_use_hides_named_text_and_keeps_every_id(mod
 )
 def test_the_ids_of_added_tokens_are_the_librarys_whatever_the_file_says(stated: list[dict[str, object]]) -> None:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    document = json.loads(Tokenizer(models.BPE({"a": 0, "b": 1}, [])).to_str())
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    document = json.loads(tokenizer.to_str())
     document["added_tokens"] = [{**token, **flags} for token in stated]
     content = json.dumps(document)
     known = Tokenizer.from_str(content).get_added_tokens_decoder()
-    text, end = of_requests._for_grammars(content.encode())
-    edited = {id: token.content for id, token in Tokenizer.from_str(text).get_added_tokens_decoder().items()}
-    assert edited == {end: of_requests._END} | {
-        id: of_requests._END if id == end else token.content if token.special else f"\ufdd0{id}"
+    vocabulary = Vocabulary(content.encode(), 0)
+    end = vocabulary.eos_token_id
+    named = {id: vocabulary.tokens[id].decode() for id in vocabulary.special_token_ids}
+    assert named == {end: vocabulary_of_grammars.END} | {
+        id: vocabulary_of_grammars.END if id == end else token.content if token.special else f"<[{id}]>"
         for id, token in known.items()
         if token.special or id > 1
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from llguidance import LLTokenizer
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance.grammar_mask import GrammarMask
+from pagoda_server.engine.guidance.vocabulary import Vocabulary
 from pagoda_server.engine.runners.sampling import fill_mask, num_mask_words
 from pagoda_server.router.answers.lark import Lark
 from tests.real_models import TOKENIZERS, tokenizer_folder
@@ -97,3 +101,39 @@ def test_an_added_token_that_a_grammar_names_is_that_token(family: str) -> None:
         if not output:  # "a" may begin several tokens
             continue
         assert added[text] in output
+
+
+@families
+def test_tokens_and_forced_text_are_those_that_llguidance_reads_itself(family: str) -> None:
+    content = (tokenizer_folder(family) / "tokenizer.json").read_bytes()
+    vocabulary, theirs = Vocabulary(content, 0), LLTokenizer(content.decode(), slices=[])
+    named = {*vocabulary.special_token_ids, *tokenizer_of(tokenizer_folder(family)).get_added_tokens_decoder()}
+    found = [theirs.decode_bytes([id]) for id in range(theirs.vocab_size) if id not in named]
+    ours = enumerate(vocabulary.tokens[: theirs.vocab_size])
+    # llguidance marks names with the byte 255, which is in no text, and decodes it to nothing.
+    assert found == [token.removeprefix(b"\xff") for id, token in ours if id not in named]
+    for text in ('{"city": "Zürich 🙂", "n": 12345}', "\n\n  def f(x):\n\treturn x  ", " a", "a  b", "東京 ١٢ e\u0301"):
+        assert vocabulary(text) == theirs.tokenize_str(text)
+
+
+@families
+def test_other_threads_go_on_while_a_vocabulary_is_read(family: str) -> None:
+    """In one call of llguidance they would wait for nearly all of it."""
+    content = (tokenizer_folder(family) / "tokenizer.json").read_bytes()
+    is_over, gaps = threading.Event(), list[float]()
+
+    def tick() -> None:
+        last = time.monotonic()
+        while not is_over.wait(0.001):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    began = time.monotonic()
+    Vocabulary(content, 0).for_grammars()
+    took_s = time.monotonic() - began
+    is_over.set()
+    ticking.join()
+    assert max(gaps) <= took_s / 2
