@@ -46,7 +46,10 @@ class Api(Protocol):
     """How one kind of request and answer looks, whose parts a call needs in this order."""
 
     def request(self, raw: bytes, limits: Limits, call: HttpCall) -> Any:
-        """Make the method's request; runs in a thread if the body is large. Raises InvalidArgument, Unimplemented."""
+        """Make the method's request; runs in a thread if the body is large.
+
+        Raises InvalidArgument, Unimplemented, which name the client's own fields.
+        """
 
     def answer(self) -> Answer:
         """Make what turns messages into the answer. Called for the first message, so the request is valid by then."""
@@ -213,9 +216,14 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         api = self._make_api()
         call = HttpCall(scope, receive, send, self._max_bytes, api)
+        has_own_name = False  # the error names a field as the client does
 
         def parse(raw: bytes, limits: Limits) -> Any:
-            return api.request(raw, limits, call)
+            nonlocal has_own_name
+            has_own_name = True
+            request = api.request(raw, limits, call)
+            has_own_name = False
+            return request
 
         route = f"{scope['method']} {scope['path']}"
         if self._computes and (why := self._inference.refusal(caller().tenant)) is not None:
@@ -230,7 +238,7 @@ class Endpoint:
             if not call.is_gone:
                 raise
         except Exception as error:
-            await call.fail(_renamed(error, api))
+            await call.fail(error if has_own_name else _renamed(error, api))
         finally:
             call.close()
 

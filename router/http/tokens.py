@@ -26,6 +26,7 @@ class _Tokenize(Api, Answer):
     """A text or a conversation, and the ids that it becomes."""
 
     def __init__(self) -> None:
+        self._asked = Asked(is_chat=True)
         self._wants_texts = False
         self._answer = b""
 
@@ -48,7 +49,7 @@ class _Tokenize(Api, Answer):
         if adds:
             raise InvalidArgument("add_special_tokens", "must be false for messages: their template adds them")
         is_continued = given.flag("continue_final_message")
-        add_chat(given, request.chat, limits)
+        add_chat(given, request.chat, limits, self._asked.places)
         request.chat.continue_last |= is_continued
         if given.take("add_generation_prompt", bool, "true or false") is request.chat.continue_last:
             raise Unimplemented("add_generation_prompt")  # it follows from whether the last message goes on
@@ -57,7 +58,7 @@ class _Tokenize(Api, Answer):
         return self
 
     def own_name(self, field: str) -> str:
-        return own_name(field, Asked(is_chat=True))
+        return own_name(field, self._asked)
 
     def take(self, tokenized: Tokenized, prompt: int = 0) -> bytes:
         """Write the whole answer, which `end` returns. Long ones are written in a thread."""

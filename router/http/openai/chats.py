@@ -9,6 +9,7 @@ from pagoda.v1 import chat_pb2
 from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count, too_many
 from ...request.json_body import Fields, shown
+from ..field_names import FieldPlaces
 
 _ROLES = {
     "system": chat_pb2.ROLE_SYSTEM,
@@ -24,15 +25,15 @@ _MODES = {
 }
 
 
-def add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
-    """Fill the chat. Raises InvalidArgument, Unimplemented."""
+def add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits, places: FieldPlaces) -> None:
+    """Fill the chat, and note in `places` what has another name there. Raises InvalidArgument, Unimplemented."""
     messages = given.entries("messages", limits.max_messages)
     if not messages:
         raise InvalidArgument("messages", "is missing or empty")
     if not limits.has_chat_template:
         raise InvalidArgument("messages", "the model served here has no chat template; use /v1/completions")
     for index, message in enumerate(messages):
-        chat.messages.append(_message(Fields(message, f"messages[{index}]."), limits))
+        chat.messages.append(_message(Fields(message, f"messages[{index}]."), limits, places))
     chat.continue_last = given.flag("continue_last")
     _tools(given, chat, limits)
     variables = given.take("chat_template_kwargs", dict, "an object") or {}
@@ -46,17 +47,19 @@ def add_chat(given: Fields, chat: chat_pb2.Chat, limits: Limits) -> None:
         raise InvalidArgument("chat_template_kwargs", "holds a value that is out of range") from None
 
 
-def _message(given: Fields, limits: Limits) -> chat_pb2.ChatMessage:
+def _message(given: Fields, limits: Limits, places: FieldPlaces) -> chat_pb2.ChatMessage:
     role = given.take("role", str, "a string")
     if role not in _ROLES:
         raise InvalidArgument(given.name("role"), f"must be one of {', '.join(_ROLES)}")
+    older, newer = given.text("reasoning_content"), given.text("reasoning")
     message = chat_pb2.ChatMessage(
         role=_ROLES[role],
-        reasoning=given.text("reasoning") or given.text("reasoning_content"),
+        reasoning=newer or older,
         tool_call_id=given.text("tool_call_id"),
         name=given.text("name"),
     )
-    given.take("reasoning_content")
+    if older and not newer:
+        places[f"chat.{given.name('reasoning')}"] = given.name("reasoning_content")
     content = given.take("content", (str, list), "a string or a list of parts")
     if isinstance(content, list):
         check_count(len(content), given.name("content"), limits.max_parts)

@@ -19,7 +19,7 @@ from ...errors import InvalidArgument, Unimplemented
 from ...request.fields import Limits, check_count, check_number
 from ...request.json_body import MAX_UINT32, Fields, Json, integers_of, json_object, shown, translating
 from ...request.structured_outputs import schema_text, structured_outputs
-from ..field_names import FieldNames
+from ..field_names import FieldNames, FieldPlaces
 from .chats import add_chat
 
 DEFAULT_COMPLETION_TOKENS = 16  # the API's own default, not the protocol's
@@ -56,8 +56,7 @@ class Asked:
     failed_prompt    which of them an error is about
     drops_output     only the prompt is wanted, with its log-probabilities
     created          seconds since 1970
-    max_tokens_name  the name by which the client knows that field
-    format_name      the same for the format of the answer
+    places           the names of fields that have several, by the protocol's names
     """
 
     is_chat: bool
@@ -72,8 +71,7 @@ class Asked:
     drops_output: bool = False
     n: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
-    max_tokens_name: str = "max_tokens"
-    format_name: str = "response_format"
+    places: FieldPlaces = field(default_factory=dict)
 
 
 def translated(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.GenerateRequest:
@@ -86,7 +84,7 @@ def translated(raw: bytes, limits: Limits, asked: Asked) -> inference_pb2.Genera
         if asked.is_chat:
             if asked.is_echo:
                 raise Unimplemented("echo")
-            add_chat(given, request.chat, limits)
+            add_chat(given, request.chat, limits, asked.places)
         else:
             asked.prompts = _prompts(given, limits)
             set_prompt(request, asked.prompts[0])
@@ -187,7 +185,7 @@ def _guided(given: Fields, request: inference_pb2.GenerateRequest, asked: Asked)
         if guided.WhichOneof("format"):
             raise InvalidArgument("structured_outputs", "cannot be given beside response_format")
         guided = structured_outputs(others, "structured_outputs")
-        asked.format_name = "structured_outputs"
+        asked.places["guided"] = "structured_outputs"
     if guided.WhichOneof("format"):
         request.guided.CopyFrom(guided)
 
@@ -226,7 +224,7 @@ def _max_tokens(given: Fields, asked: Asked) -> int | None:
         return older
     if older is not None and older != newer:
         raise InvalidArgument("max_tokens", "is the older name of max_completion_tokens, which has another value")
-    asked.max_tokens_name = "max_completion_tokens"
+    asked.places["stopping.max_tokens"] = "max_completion_tokens"
     return newer
 
 
@@ -296,6 +294,11 @@ _NAMES = FieldNames(
     (r"^output\.prompt_logprobs$", "echo"),
     (r"^token_ids\.ids\b", "prompt"),
     (r"^(chat\.messages\b.*)\.parts\b", r"\1.content"),
+    (r"^guided\.json_schema$", "response_format.json_schema.schema"),
+    (r"^guided\b.*", "response_format"),
+    (r"^structured_outputs\.json_schema$", "structured_outputs.json"),
+    (r"^structured_outputs\.ebnf_grammar$", "structured_outputs.grammar"),
+    (r"^structured_outputs\.choice\.options$", "structured_outputs.choice"),
     (
         r"^chat\.(messages\[\d+\]\.tool_calls\[\d+\]|tools\[\d+\])\.(name|arguments|description|parameters)$",
         r"\1.function.\2",
@@ -309,14 +312,10 @@ def own_name(path: str, asked: Asked) -> str:
         name = "messages" if asked.is_chat else "prompt"
     elif path.startswith("received"):
         name = "last-event-id"
-    elif path == "guided" or path.startswith("guided."):
-        name = asked.format_name
     elif path == "output.logprobs" and asked.is_chat:
         name = "top_logprobs"
-    elif path == "stopping.max_tokens":
-        name = asked.max_tokens_name
     else:
-        name = _NAMES.of(path)
+        name = _NAMES.of(path, asked.places)
     if len(asked.prompts) > 1 and path.startswith(("prompt", "token_ids", "input")):
         name = name.replace("prompt", f"prompt[{asked.failed_prompt}]", 1)
     return name

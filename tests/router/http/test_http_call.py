@@ -110,6 +110,33 @@ def test_a_refused_request_leaves_nothing_to_the_garbage_collector(size: int) ->
     uvloop.run(main())
 
 
+def test_a_field_is_renamed_unless_the_client_has_named_it() -> None:
+    """A body's own `prompt` is no field of the protocol, whatever the protocol's is called here."""
+
+    class Api(Refusing):
+        def request(self, raw: bytes, limits: Any, call: Any) -> Any:
+            return super().request(raw, limits, call) if raw else None
+
+    async def main() -> None:
+        async def generate(call: Any, parse: Any, route: str) -> None:
+            parse(await call.read(), None)
+            raise InvalidArgument("prompt", "is too long")
+
+        endpoint = Endpoint(Inference(), "Generate", generate, lambda: Api([]), 1 << 20)  # type: ignore[arg-type]
+        port = HttpPort("127.0.0.1:0", endpoint, shares_port=False, tls=None, stall_s=10)
+        running = asyncio.create_task(port.run())
+        for body, name in ((b"x", "prompt"), (b"", "input")):
+            host, _, number = port.address.partition(":")
+            reader, writer = await asyncio.open_connection(host, int(number))
+            writer.write(REQUEST % len(body) + body)
+            assert (await reader.readuntil(b"}")).endswith(f'"param": "{name}", "code": null}}'.encode())
+            writer.close()
+        await port.stop(1)
+        await running
+
+    uvloop.run(main())
+
+
 def test_a_client_that_sends_at_once_is_not_blamed_for_a_busy_server() -> None:
     async def stay_busy() -> None:
         while True:

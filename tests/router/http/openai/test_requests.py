@@ -327,6 +327,17 @@ def test_a_wrong_prompt_is_refused(prompt: Any, told: str) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
         ({"continue_last": True}, "continue_last"),
+        ({"structured_outputs": {"json": ""}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": ""}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"messages": [{"role": "user", "content": "", "reasoning": "r"}]}, "messages[0].reasoning"),
+        ({"messages": [{"role": "user", "content": "", "reasoning_content": "r"}]}, "messages[0].reasoning_content"),
         ({"messages": [{"role": "user", "content": "", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "", "arguments": ""}}]}]},
