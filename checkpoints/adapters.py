@@ -53,6 +53,7 @@ _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # the others ch
 
 
 Rest = Callable[[], None]  # is called between pieces of the work
+_Named = tuple[str, float]  # a number, behind the name of its field
 
 
 def no_rest() -> None:
@@ -136,10 +137,10 @@ def read_adapter(path: Path, limits: AdapterLimits, rest: Rest = no_rest) -> Ada
     for module, found in halves.items():
         if len(found) < 2:
             raise CheckpointError(f"{quoted(module)} has no tensor {({_DOWN, _UP} - found.keys()).pop()[1:]}")
-        down, up, rank = found[_DOWN], found[_UP], config.rank_of(module)
+        down, up, (field, rank) = found[_DOWN], found[_UP], config.rank_of(module)
         pairs[module] = checked(module, down, up, config.scale_of(module, rank), limits)
         if len(down) != rank:
-            raise CheckpointError(f"{CONFIG} gives {quoted(module)} rank {rank}, but its tensors have {len(down)}")
+            raise CheckpointError(f"{CONFIG}: {field} is {rank}, but tensors of {quoted(module)} have rank {len(down)}")
         rest()
     config.check_targets(not_empty(pairs).keys(), limits.modules)
     return AdapterFile(identity_of(config_bytes, content, rest=rest), pairs)
@@ -215,7 +216,6 @@ class AdapterConfig:
     """What adapter_config.json says of ranks and scales. Raises CheckpointError for what is wrong or not supported.
 
     max_rank  that an adapter may have here
-    rank      of modules that no pattern names
     """
 
     def __init__(self, content: bytes, max_rank: int) -> None:
@@ -236,22 +236,30 @@ class AdapterConfig:
         for name, value in fields.items():
             if name not in _INERT | _READ and value not in (None, False, "none", "", [], {}):
                 raise CheckpointError(f"{CONFIG}: {quoted(name)} is {quoted(value)}, which is not supported")
-        self.rank = int(self._number("r", fields.get("r"), whole=True))
-        self._alpha = self._number("lora_alpha", fields.get("lora_alpha", 8))
+        self._max_rank = max_rank
+        self._rank = "r", self._number("r", fields.get("r"), whole=True)
+        self._alpha = "lora_alpha", self._number("lora_alpha", fields.get("lora_alpha", 8))
         if fields.get("use_rslora") not in (None, False, True):
             raise CheckpointError(f"{CONFIG}: use_rslora is {quoted(fields['use_rslora'])}; true or false is needed")
         self._is_stabilized = bool(fields.get("use_rslora"))
         self._ranks = self._patterns("rank_pattern", whole=True)
-        if self.rank > max_rank and not self._ranks:
-            raise CheckpointError(f"{CONFIG}: r is {self.rank}; --max-lora-rank allows 1 to {max_rank}")
+        if not self._ranks:
+            self.rank_of()
         self._alphas = self._patterns("alpha_pattern")
 
-    def rank_of(self, module: str) -> int:
-        return int(_of_pattern(self._ranks, module, self.rank))
+    def rank_of(self, module: str = "") -> tuple[str, int]:
+        """The rank of a module, or of those that no pattern names, behind the name of the field that says so.
+
+        Raises CheckpointError for one that is too high.
+        """
+        field, rank = _of_pattern(self._ranks, module, self._rank)
+        if rank > self._max_rank:
+            raise CheckpointError(f"{CONFIG}: {field} is {rank}; --max-lora-rank allows 1 to {self._max_rank}")
+        return field, int(rank)
 
     def scale_of(self, module: str, rank: int) -> float:
         """α / r, or α / √r of a rank-stabilized adapter (Kalajdzievski, 2023)."""
-        alpha = _of_pattern(self._alphas, module, self._alpha)
+        _, alpha = _of_pattern(self._alphas, module, self._alpha)
         return alpha / (math.sqrt(rank) if self._is_stabilized else rank)
 
     def check_targets(self, adapted: Collection[str], modules: Iterable[str]) -> None:
@@ -308,18 +316,20 @@ class AdapterConfig:
     def _number(self, name: str, value: object, *, whole: bool = False) -> float:
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not is_number or not abs(value) < MAX_NUMBER or (whole and value < 1):  # type: ignore[arg-type,operator]
-            needed = f"a {'positive whole ' * whole}number below {MAX_NUMBER} is needed"
+            allowed = f"from 1 to {MAX_NUMBER - 1}" if whole else f"between -{MAX_NUMBER} and {MAX_NUMBER}"
+            needed = f"a {'whole ' * whole}number {allowed} is needed"
             raise CheckpointError(f"{CONFIG}: {name} is {quoted(value)}; {needed}")
         return value  # type: ignore[return-value]
 
-    def _patterns(self, name: str, *, whole: bool = False) -> Sequence[tuple[re.Pattern[str], float]]:
+    def _patterns(self, name: str, *, whole: bool = False) -> Sequence[tuple[re.Pattern[str], _Named]]:
         given = self._fields.get(name) or {}
         if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
             raise CheckpointError(f"{CONFIG}: {name} is not an object with at most {MAX_PATTERNS} entries")
         if sum(re.search(r"[*+?{|]", key) is not None for key in given) > MAX_AMBIGUOUS:
             raise CheckpointError(f"{CONFIG}: {name} has more than {MAX_AMBIGUOUS} patterns with repetitions")
+        fields = {key: f"{name}.{quoted(key)}" for key in given}
         return [
-            (_pattern(name, key), self._number(f"{name}.{quoted(key)}", value, whole=whole))
+            (_pattern(name, key), (fields[key], self._number(fields[key], value, whole=whole)))
             for key, value in given.items()
         ]
 
@@ -344,7 +354,7 @@ def _compiled(field: str, key: str, pattern: str) -> re.Pattern[str]:
         raise CheckpointError(f"{CONFIG}: {field} has an invalid pattern: {quoted(key)}") from None
 
 
-def _of_pattern(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, default: float) -> float:
+def _of_pattern(patterns: Sequence[tuple[re.Pattern[str], _Named]], module: str, default: _Named) -> _Named:
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 

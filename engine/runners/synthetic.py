@@ -150,7 +150,7 @@ class SyntheticAdapters:
             return Adapter(identity_of(content), 1, len(content), None)
         config = read_whole(path / CONFIG, _MAX_ADAPTER_BYTES)
         content = read_whole(path / TENSORS, _MAX_ADAPTER_BYTES)
-        rank = AdapterConfig(bytes(config), self.max_rank).rank
+        _, rank = AdapterConfig(bytes(config), self.max_rank).rank_of()
         return Adapter(identity_of(config, content), rank, len(content), None)
 
 

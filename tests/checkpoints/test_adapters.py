@@ -244,12 +244,21 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a changed base": (with_config(init_lora_weights="pissa"), "init_lora_weights pissa"),
     "an unknown field": (with_config(use_magic=1), "use_magic"),
     "no rank": (with_config(r=None), "r is None"),
-    "a rank of 0": (with_config(r=0), "r is 0; a positive whole number"),
-    "a rank of 10^9": (with_config(r=10**9), "r is 1000000000; a positive whole number below 1000000000"),
+    "a rank of 0": (with_config(r=0), "r is 0; a whole number from 1 to 999999999 is needed"),
+    "a rank of 10^9": (with_config(r=10**9), "r is 1000000000; a whole number from 1 to 999999999"),
     "a rank that tensors cannot have": (with_config(r=10**8), "r is 100000000; --max-lora-rank allows 1 to 8"),
     "a scale that may be another": (with_config(use_rslora="yes"), "use_rslora is yes"),
     "a rank that is no number": (with_config(r=True), "r is True"),
-    "another rank than the tensors'": (with_config(r=3), "rank 3, but its tensors have 4"),
+    "another rank than the tensors'": (with_config(r=3), f"r is 3, but tensors of {QUERY} have rank 4"),
+    "another rank of one module": (
+        with_config(rank_pattern={"down_proj": 2}),
+        f"rank_pattern.down_proj is 2, but tensors of {DOWN} have rank 4",
+    ),
+    "a rank too high that a pattern does not lower": (
+        with_config(r=9, rank_pattern={"q_proj": 4}),
+        "r is 9; --max-lora-rank allows 1 to 8",
+    ),
+    "an alpha below any": (with_config(lora_alpha=-(10**9)), "a number between -1000000000 and 1000000000 is needed"),
     "an alpha that is not finite": (with_config(lora_alpha=float("inf")), "lora_alpha is inf"),
     "a pattern that takes forever": (with_config(alpha_pattern={"(a+)+b": 2}), "too complex"),
     "a pattern with endless ways to match": (with_config(alpha_pattern={"(.|.)" * 40 + "x": 2}), "too complex"),
@@ -261,7 +270,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "too many patterns": (with_config(rank_pattern={str(n): 2 for n in range(2000)}), "at most 1024"),
     "a rank too high": (
         with_pairs(lambda pairs: pairs.update(random_pairs({QUERY: (6, 8)}, 9)), rank_pattern={"q_proj": 9}),
-        "--max-lora-rank allows 1 to 8",
+        "rank_pattern.q_proj is 9; --max-lora-rank allows 1 to 8",
     ),
     "another shape": (with_pairs(lambda pairs: pairs.update(random_pairs({QUERY: (7, 8)}))), "needs [[4, 6], [8, 4]]"),
     "an expert": (

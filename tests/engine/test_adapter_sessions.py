@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +161,9 @@ async def test_what_cannot_be_loaded_is_answered_with_its_fault(folder: Callable
     assert fault_of(found) == engine_pb2.ADAPTER_FAULT_CHANGED
     (path / "adapter_config.json").write_text("{}")
     assert fault_of(await session.load("a", path)) == engine_pb2.ADAPTER_FAULT_INVALID
+    too_high = {"peft_type": "LORA", "r": 9, "rank_pattern": {"q_proj": 4}}
+    (path / "adapter_config.json").write_text(json.dumps(too_high))
+    assert "r is 9; --max-lora-rank allows 1 to 8" in (await session.load("a", path)).error.detail
     assert fault_of(await session.load("a", path / "b")) == engine_pb2.ADAPTER_FAULT_NOT_FOUND
     assert fault_of(await session.unload("a")) == engine_pb2.ADAPTER_FAULT_NOT_FOUND
     assert (await session.load("pinned", folder(2), is_pinned=True)).adapter.is_pinned
