@@ -135,7 +135,10 @@ async def _until_signal(router: Router, parent: ParentLink) -> None:
     parent.answer_from(loop)
     on_stop(router.stop)
     loop.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: send it to the process that has started this router")
-    await router.run()
+    try:
+        await router.run()
+    finally:
+        parent.ends()
 
 
 if __name__ == "__main__":  # Workers runs this module for each router and sends its settings to standard input

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...runtime.followed import in_daemon
-from .supervisor import ALIVE, EngineKeeper
+from .supervisor import ALIVE, ENDS, EngineKeeper
 
 RETIRE = "retire"  # a line of the parent; all others are numbers
 
@@ -98,6 +98,10 @@ class ParentLink(_Lines):
         """Answer the parent from now on, as long as this event loop runs."""
         self._loop = loop
         self._send(ALIVE)
+
+    def ends(self) -> None:
+        """Say that this process is about to end: what is left of it answers nothing, and may take a while."""
+        self._send(ENDS)
 
     async def retired(self) -> None:
         await in_daemon(self._retires.wait)

@@ -31,6 +31,7 @@ HEALTHY_AFTER_S = 60.0  # a death after this long has a new cause: the backoff s
 MAX_FAILED_STARTS = 5
 STOP_TIMEOUT_S = 5.0
 ALIVE = "alive"  # what a child prints, from its event loop, when that begins and for each line that it is sent
+ENDS = "ends"  # what a child that answers prints when its event loop is about to end
 ASK_EVERY_S = 1.0
 SHORTEST_HANG_S = 5.0  # a pause of two seconds is none, however soon an engine shall count as dead
 
@@ -66,7 +67,7 @@ class Supervisor:
     environment     the child's; None: this process's
     stop_timeout_s  time from SIGTERM to SIGKILL
     ask             makes the line to which the child answers ALIVE; None: it answers nothing
-    hang_timeout_s  time without an answer after which the child is killed
+    hang_timeout_s  time without an answer after which the child is killed; one that ENDS has stop_timeout_s, if longer
 
     The child's standard input is a pipe from this process. When this process ends, however it ends, the child reads
     end-of-file and exits too. The child has a process group of its own, so a terminal's Ctrl-C does not reach it.
@@ -93,7 +94,8 @@ class Supervisor:
         self._stop_timeout_s = stop_timeout_s
         self._ask = ask
         self._hang_timeout_s = hang_timeout_s
-        self._has_answered = asyncio.Event()  # another one for each child, whose last lines may come late
+        # Others for each child, whose last lines may come late.
+        self._has_answered, self._says_end = asyncio.Event(), asyncio.Event()
         self._process: subprocess.Popen[bytes] | Inherited | None = None
         self._early: subprocess.Popen[bytes] | Inherited | None = None  # started before `run`
         self._threads = ThreadPoolExecutor(2, thread_name_prefix=name)  # many children would fill the loop's own
@@ -204,8 +206,9 @@ class Supervisor:
         return process
 
     def _listen(self, process: subprocess.Popen[bytes] | Inherited, on_line: Callable[[str], None]) -> None:
-        has_answered = self._has_answered = asyncio.Event()
-        hear = lambda line: has_answered.set() if line == ALIVE else on_line(line)  # noqa: E731
+        self._has_answered, self._says_end = asyncio.Event(), asyncio.Event()
+        signs = {ALIVE: self._has_answered, ENDS: self._says_end}
+        hear = lambda line: signs[line].set() if line in signs else on_line(line)  # noqa: E731
         reader = (process, asyncio.get_running_loop(), hear)
         threading.Thread(target=_read_lines, args=reader, name=f"{self._name} output", daemon=True).start()
 
@@ -226,7 +229,7 @@ class Supervisor:
         """
         silent_s, is_watched = 0.0, False
         self.send(ask())
-        while silent_s < max(self._hang_timeout_s, SHORTEST_HANG_S):
+        while silent_s < self._patience_s:
             began = time.monotonic()
             await asyncio.sleep(ASK_EVERY_S)
             if self._has_answered.is_set():
@@ -235,8 +238,14 @@ class Supervisor:
                 self.send(ask())
             elif is_watched:
                 silent_s += min(time.monotonic() - began, 2 * ASK_EVERY_S)
-        log.error("%s hangs: it has not answered for %.0f s", self._name, silent_s)
+        missed = "ended" if self._says_end.is_set() else "answered"
+        log.error("%s hangs: it has not %s for %.0f s", self._name, missed, silent_s)
         self.kill()
+
+    @property
+    def _patience_s(self) -> float:
+        patience_s = max(self._hang_timeout_s, SHORTEST_HANG_S)
+        return max(patience_s, self._stop_timeout_s) if self._says_end.is_set() else patience_s
 
     def _judge(self, code: int) -> None:
         # One that has served with these settings lacks something now, such as descriptors, that may soon be back.

@@ -69,7 +69,9 @@ for turn, line in enumerate(sys.stdin):
     print("asked", line.strip(), flush=True)
     if sys.argv[1] != "silent":
         print("alive", flush=True)
-    if sys.argv[1] == "hangs" and turn == 3:
+    if sys.argv[1] == "ends" and turn == 3:
+        print("ends", flush=True)
+    if sys.argv[1] in ("hangs", "ends") and turn == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -78,7 +80,12 @@ async def lines_of_one_asked(kind: str, until: Callable[[list[str], Supervisor],
     """The lines of a child that is asked, once something is so."""
     lines: list[str] = []
     supervisor = Supervisor(
-        "child", [sys.executable, "-c", ASKED, kind], on_line=lines.append, ask=lambda: "well?", hang_timeout_s=0.1
+        "child",
+        [sys.executable, "-c", ASKED, kind],
+        on_line=lines.append,
+        stop_timeout_s=2.0,
+        ask=lambda: "well?",
+        hang_timeout_s=0.1,
     )
     running = asyncio.create_task(supervisor.run())
     try:
@@ -100,6 +107,15 @@ async def test_a_child_that_stands_still_is_killed_and_started_again(
     await lines_of_one_asked("hangs", lambda lines, supervisor: supervisor.restarts > 0)
     assert "child hangs: it has not answered for" in caplog.text
     assert "child exited with signal SIGKILL" in caplog.text
+
+
+async def test_a_child_that_ends_has_time_for_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "SHORTEST_HANG_S", 0.5)
+    await lines_of_one_asked("ends", lambda lines, supervisor: supervisor.restarts > 0)
+    assert "child hangs: it has not ended for 2 s" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["answers", "silent"])
