@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from pagoda.v1.inference_pb2 import DetokenizeRequest, EmbedRequest, GenerateRequest, ScoreRequest
 from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.readouts import validate_embed, validate_score
+from pagoda_server.router.request.readout_validation import validate_embed, validate_score
 from pagoda_server.router.request.validation import validate_detokenize, validate_generate
 from pagoda_server.router.request.wire import MAX_FIELDS, Malformed, check_entries, most_entries
 

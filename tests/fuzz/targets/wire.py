@@ -15,7 +15,7 @@ from pagoda_server.router.adapters.protocols.kserve_pb2 import ModelInferRequest
 from pagoda_server.router.adapters.protocols.vllm_engine_pb2 import GenerateRequest as VllmRequest
 from pagoda_server.router.errors import InvalidArgument, PagodaError, to_status
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.readouts import validate_embed, validate_score
+from pagoda_server.router.request.readout_validation import validate_embed, validate_score
 from pagoda_server.router.request.validation import (
     check_prompt,
     to_submit,

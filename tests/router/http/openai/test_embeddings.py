@@ -16,7 +16,7 @@ from pagoda_server.router.errors import InvalidArgument
 from pagoda_server.router.http.http_call import HttpCall
 from pagoda_server.router.http.openai.embeddings import EmbeddingsApi
 from pagoda_server.router.request.fields import Limits
-from pagoda_server.router.request.readouts import validate_embed
+from pagoda_server.router.request.readout_validation import validate_embed
 from tests.router.fleets import fleet_of, one_model
 
 LIMITS = Limits(max_model_len=4096, vocab_size=1000, kv_token_capacity=1 << 20, hidden_size=8)
