@@ -57,13 +57,19 @@ _STACK_BYTES = 64 << 20
 _starting = threading.Lock()  # the size of a stack is set for all threads that start
 _LONGEST_ERROR = 300
 _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
+_OF_REGEX = '{"grammars":[{"name":"regex"'  # how the library's grammar of a regular expression begins
 _GBNF_HEADER = "%llguidance {}\n\n"  # before what was converted: lines of errors are then those of the rules
 _VALUES = ("const", "enum")  # keywords whose numbers are written as they are
+_LENGTHS = ("minLength", "maxLength")
+_MOST_UINT32 = (1 << 32) - 1  # of a length, and of the digits of a multipleOf: llguidance takes no larger number
+_NOT_JSON = re.compile(r"(failed to parse \"%json\": )?(.*) at line (\d+) column (\d+)", re.DOTALL)
+_UNSUPPORTED = {"WordUnicode": r"\b", "WordUnicodeNegate": r"\B"}  # in an error of the library
 _BOUNDS = {  # keywords, with those that include the bound, and the direction that is inwards
     "minimum": ("minimum", 1), "exclusiveMinimum": ("minimum", 1),
     "maximum": ("maximum", -1), "exclusiveMaximum": ("maximum", -1),
 }  # fmt: skip
 _EXACT, _LARGEST = 1 << 53, 10**300  # doubles keep every integer below the first, and end a little above the second
+MAX_DIGITS = 40  # of a number that an error repeats whole
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # whose keys are names
 _NOTES = ("default", "examples")  # keywords that decide nothing
 _STYLE = "x-guidance"  # llguidance's own keyword: how JSON is written
@@ -167,7 +173,8 @@ def _keywords(schema: object) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _check_keywords(schema: object) -> None:
     """Refuse what llguidance would change or leave out.
 
-    It reads numbers in `const` and `enum` as doubles, and writes 16 digits. It follows a style of the whole schema.
+    It reads numbers in `const` and `enum` as doubles, and writes 16 digits. It follows a style of the whole schema. Its
+    own errors name neither a length nor a multipleOf as the client wrote it.
 
     schema  its numbers with a point are Decimals
     """
@@ -176,6 +183,11 @@ def _check_keywords(schema: object) -> None:
             _check_exact(place, holder[key])
         elif key == _STYLE and (place != f"/{_STYLE}" or not isinstance(holder[key], dict)):
             raise GrammarError(f"has {_STYLE} at {place}: it must be an object, and at the top of the schema")
+        elif key in _LENGTHS and isinstance(holder[key], int | Decimal) and holder[key] > _MOST_UINT32:
+            raise GrammarError(f"has {_shown(holder[key])} at {place}, at most {_MOST_UINT32} is allowed")
+        elif key == "multipleOf" and isinstance(holder[key], int | Decimal) and not _is_divisor(holder[key]):
+            why = f"{_shown(holder[key])} must be above 0, with few digits"
+            raise GrammarError(f"has a number at {place} that cannot be followed: {why}")
 
 
 def _narrow_bounds(schema: object) -> str:
@@ -211,8 +223,21 @@ def _check_exact(pointer: str, value: object) -> None:
         if isinstance(found, dict | list):
             waiting += found.values() if isinstance(found, dict) else found
         elif isinstance(found, int | Decimal) and not isinstance(found, bool) and not _is_exact(found):
-            number = str(found) if isinstance(found, Decimal) or abs(found) < 10**40 else "with more than 40 digits"
-            raise GrammarError(f"has a number at {pointer} that would not be kept: {number}; write it as a string")
+            why = f"{_shown(found)}; write it as a string"
+            raise GrammarError(f"has a number at {pointer} that would not be kept: {why}")
+
+
+def _shown(number: int | Decimal) -> str:
+    return text if len(text := str(number)) <= MAX_DIGITS else f"{Decimal(number):.9e}"
+
+
+def _is_divisor(number: int | Decimal) -> bool:
+    """Whether llguidance can make a number whole, which it multiplies by 10 as a double until it is."""
+    if not 0 < number <= _MOST_UINT32 or not (whole := float(number)):
+        return False
+    while whole % 1:
+        whole *= 10
+    return whole <= _MOST_UINT32
 
 
 def _is_exact(number: int | Decimal) -> bool:
@@ -230,6 +255,8 @@ def _schema_grammar(schema: str) -> str:
     try:
         return LLMatcher.grammar_from_json_schema("{}" if value is True else schema, defaults=_JSON_STYLE)
     except ValueError as error:
+        if found := _NOT_JSON.fullmatch(str(error)):
+            raise GrammarError(f"is not JSON: {found[2]} at line {found[3]}, column {found[4]}") from None
         raise GrammarError(_explained(str(error))) from None
 
 
@@ -332,6 +359,7 @@ def _explained(error: str, grammar: str = "") -> str:
     """Return llguidance's error as one line that names the place in what the client sent."""
     if error.startswith("NoExtensionBias"):
         return "allows no text at all"
+    error = re.sub(r"lookarounds not supported yet; (\w+) in regex (.*)", _unsupported, error, flags=re.DOTALL)
     if found := re.search(r"regex parse error:\n(.*?)\nerror: ([^\n]*)", error, re.DOTALL):
         lines, what = found[1].split("\n"), found[2]
         marker = next((line for line in lines if line.strip() and not line.strip(" ^")), None)
@@ -342,10 +370,20 @@ def _explained(error: str, grammar: str = "") -> str:
         return f"uses the keyword {key!r}{_place(grammar, key)}, which is not supported"
     if found := re.match(r"(?:at )?(\d+)\((\d+)\): (?:invalid regex \".*?\" \(in regex\): )?([^\n]*)", error):
         what = found[3].partition("; following ")[0]
+        if grammar.startswith(_OF_REGEX):  # the line is none of the client's
+            return f"cannot be used: {what}"[:_LONGEST_ERROR]
         return f"is wrong at line {found[1]}, column {found[2]}: {what}"[:_LONGEST_ERROR]
     if "too many" in error.lower() or "too big" in error or "too large" in error or "Current row has" in error:
         return f"is too complex: {_first_line(error)}"
-    return f"cannot be used: {_first_line(error)}"
+    if found := _NOT_JSON.fullmatch(error):
+        what = "has a %json that is not JSON" if found[1] else "is not JSON"
+        return f"{what}: {_first_line(found[2])} at line {found[3]}, column {found[4]}"
+    named = re.search(r"'(\w+)'", error)
+    return f"cannot be used: {_first_line(error)}{_place(grammar, named[1]) if named else ''}"
+
+
+def _unsupported(found: re.Match[str]) -> str:
+    return f"{_UNSUPPORTED.get(found[1], found[1])} is not supported in regular expressions: {found[2]}"
 
 
 def _first_line(error: str) -> str:

@@ -103,6 +103,31 @@ async def test_an_error_in_gbnf_names_the_clients_line(tokenizer: Tokenizer, gra
         await GrammarChecker(tokenizer).check(inference_pb2.Guided(ebnf_grammar=grammar))
 
 
+@pytest.mark.parametrize(
+    ("format", "value", "message"),
+    [
+        ("regex", r"a\bc", r"cannot be used: \b is not supported in regular expressions: /a\bc/"),
+        ("ebnf_grammar", "start: A\nA: /b\\B/", r"is wrong at line 2, column 4: \B is not supported in regular"),
+        (
+            "json_schema",
+            '{"maxLength": 1000000000000000000}',
+            "has 1000000000000000000 at /maxLength, at most 42949672",
+        ),
+        ("json_schema", '{"items": {"maxLength": -1}}', "'maxLength', got -1 at /items"),
+        ("json_schema", '{"multipleOf": 1e-300}', "has a number at /multipleOf that cannot be followed: 1E-300 must"),
+        ("json_schema", '{"items": {"multipleOf": -1}}', "has a number at /items/multipleOf that cannot be followed"),
+        ("json_schema", '{"const": NaN}', "is not JSON: expected value at line 1, column 1"),
+        ("ebnf_grammar", 'start: %json {"const": NaN}', "has a %json that is not JSON: expected value at line 1"),
+    ],
+)
+async def test_an_error_names_what_the_client_has_written(
+    tokenizer: Tokenizer, format: str, value: str, message: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await GrammarChecker(tokenizer).check(inference_pb2.Guided(**{format: value}))  # type: ignore[arg-type]
+    assert message in refused.value.description
+
+
 def schema_of(number: str, keyword: str = "const") -> str:
     value = f"[{number}, 1]" if keyword == "enum" else number
     return f'{{"type": "object", "properties": {{"const": {{"{keyword}": {value}}}}}, "required": ["const"]}}'

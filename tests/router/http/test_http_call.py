@@ -123,7 +123,8 @@ def test_a_field_is_renamed_unless_the_client_has_named_it() -> None:
             raise InvalidArgument("prompt", "is too long")
 
         endpoint = Endpoint(Inference(), "Generate", generate, lambda: Api([]), 1 << 20)  # type: ignore[arg-type]
-        port = HttpPort("127.0.0.1:0", endpoint, shares_port=False, tls=None, stall_s=10)
+        guard = Guard(endpoint, Identities(), [], checks_host=True, allowed_hosts=[], allowed_origins=[])
+        port = HttpPort("127.0.0.1:0", guard, shares_port=False, tls=None, stall_s=10)
         running = asyncio.create_task(port.run())
         for body, name in ((b"x", "prompt"), (b"", "input")):
             host, _, number = port.address.partition(":")
