@@ -27,7 +27,8 @@ from tests.servers import ROOT, Server, running_engine, running_server
 pytestmark = pytest.mark.timeout(180)
 
 MODEL = ("--model", "synthetic")
-ONE = (*MODEL, "--max-connection-age-s", "1", "--http", "127.0.0.1:0")
+SOON = ("--max-connection-age-s", "1")  # after which a router that was replaced ends
+ONE = (*MODEL, *SOON, "--http", "127.0.0.1:0")
 ROUTERS = (*ONE, "--workers", "2")
 TOKENS = 150
 VOCAB = 258
@@ -148,7 +149,7 @@ async def test_a_stream_of_a_retired_router_is_resumed_and_aborted_by_its_succes
 async def test_routers_that_cannot_start_leave_the_others_in_place(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
-    with running_server(*MODEL, "--workers", "2", "--auth-token-file", str(token)) as server:
+    with running_server(*MODEL, *SOON, "--workers", "2", "--auth-token-file", str(token)) as server:
         before = routers(server)
         token.write_text("")
         server.process.send_signal(signal.SIGUSR2)

@@ -22,6 +22,7 @@ from tests.servers import Server, running_server
 pytestmark = pytest.mark.thorough
 
 WORKERS = 2
+HANG_TOKENS = 2000  # of streams that run when a router stops
 MANY = 20  # connections, which do not all reach the same router
 PROCESSES = 1 + WORKERS * 2  # the engine, and each router with the process that renders its chats
 ARGUMENTS = ("--model", "synthetic", "--step-ms", "2", "--workers", str(WORKERS))
@@ -174,7 +175,7 @@ def test_a_router_that_hangs_takes_only_its_own_streams_and_is_replaced() -> Non
         assert all(held_by(server))
         before = {router.pid for router in routers(server)}
         calls = [
-            inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=10_000))
+            inference_pb2_grpc.InferenceStub(channel).Generate(request(f"{at}", max_tokens=HANG_TOKENS))
             for at, channel in enumerate(channels)
         ]
         first = [next(call) for call in calls]
@@ -185,7 +186,7 @@ def test_a_router_that_hangs_takes_only_its_own_streams_and_is_replaced() -> Non
         finished = lost = 0
         for at, (head, call) in enumerate(zip(first, calls, strict=True)):
             try:
-                finished += Answer([head, *call]).ids() == expected_tokens(f"{at}".encode(), 10_000, 258)
+                finished += Answer([head, *call]).ids() == expected_tokens(f"{at}".encode(), HANG_TOKENS, 258)
             except grpc.RpcError as error:
                 lost += error.code() is grpc.StatusCode.UNAVAILABLE
         assert finished
