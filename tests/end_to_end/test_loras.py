@@ -817,7 +817,7 @@ async def test_the_command_line_loads_lists_and_removes_adapters_of_a_spawned_en
     """And an engine that takes its place in an upgrade holds them, too."""
     adapter(tmp_path / "one", "one")
     declared = ("--lora", f"first={tmp_path}/one", "--lora-dir", str(tmp_path))
-    starting = running_server(*MODEL, *declared, "--workers", str(workers))
+    starting = running_server(*MODEL, *declared, "--workers", str(workers), "--max-connection-age-s", "1")
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, starting)
 
