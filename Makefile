@@ -89,7 +89,7 @@ test-gpu: $(DEV)          ## test kernels, runner and server on the GPU of this 
 test-all: $(DEV)          ## run the tests and the slow ones
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not gpu and not counterpart" --timeout=1800 $(ARGS)
 
-test-nightly: $(DEV)      ## a million random operations, ten minutes of load, a seed of chaos; half an hour, ARGS="-n 2" uses two cores
+test-nightly: $(DEV)      ## a million random operations, ten minutes of load, a seed of chaos, whole cross products; ARGS="-n 2" uses two cores
 	@$(BIN)/python -m pytest -m nightly --durations=0 $(ARGS)
 
 # make hands SEED, SEEDS and CANCELS on as environment variables.

@@ -30,7 +30,7 @@ KEPT = ("stopped", "siblings", "logprobs")
 FORMATS = [
     ("--dtype", "float32", "--quantization", "none"),
     ("--quantization", "int8", "--deterministic"),
-    ("--quantization", "none", "--deterministic"),
+    pytest.param(("--quantization", "none", "--deterministic"), marks=pytest.mark.nightly),
 ]
 
 

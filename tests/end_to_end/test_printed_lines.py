@@ -37,7 +37,8 @@ def make_serve() -> list[str]:
 def server(default_model_folder: Path) -> Iterator[Server]:
     # docs/clients.md names --tool-format for the program that calls a tool, docs/models.md the adapter.
     pirate = f"pirate={ROOT / 'tests/adapters/pirate'}"
-    with running_server(*make_serve(), "--tool-format", "hermes", "--lora", pirate) as server:
+    shorter = ("--default-max-tokens", "200")  # an answer's end is the same behind so many
+    with running_server(*make_serve(), *shorter, "--tool-format", "hermes", "--lora", pirate) as server:
         yield server
 
 

@@ -226,7 +226,9 @@ def test_logits_are_the_same_bits_in_any_company_and_cut(saved: Callable[..., Pa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "case", ["float32", "int8", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("bfloat16", "int4"))]
+)
 def test_ranks_compute_the_same_bits_in_any_company_and_cut(saved: Callable[..., Path], case: str) -> None:
     name, how = CASES[case]
     group = Group(settings_of(saved(name), deterministic=True, tensor_parallel=2, **(RUNNER | how)))
