@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 # Seconds that a client has. They differ, because a change from one to another starts a time.
 HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come
 IDLE_S = 75  # to send the next request in; longer than a load balancer's minute, which would otherwise lose the race
-LINGER_S = 5.0  # to send the rest of a body whose request has been answered
+# To send the rest of a body whose request has been answered. A client that sends so many bytes in it has it again, so
+# many times: it may read nothing before it has sent all, and would miss the answer.
+LINGER_S, LINGER_BYTES, MAX_LINGERS = 5.0, 64 << 10, 12
 MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
 PIECE_BYTES = 8 << 10  # parsed at once: a body of one byte a chunk takes 1 ms then
 BODY_PIECE_BYTES = 64 << 10  # the same of a body whose length is known: it is copied, and not parsed
@@ -95,6 +97,7 @@ class Connection(HttpToolsProtocol):
         self._num_header_bytes = 0  # of this request, that are parsed
         self._num_unfinished = 0  # the same, as they came, while more have to come
         self._num_body_left = 0  # bytes of a body whose length is known
+        self._num_dropped = self._num_lingers = 0  # bytes of its rest, in this time of LINGER_S; such times before it
         self._refusal = _MALFORMED
 
     @property
@@ -192,6 +195,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope[SenderClock.KEY] = self.flow.clock.time  # type: ignore[literal-required]
         self._is_in_headers, self._num_header_bytes, self._num_unfinished = True, 0, 0
+        self._num_dropped = self._num_lingers = 0
 
     def on_url(self, url: bytes) -> None:
         self._count_header(len(url))
@@ -219,6 +223,8 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_body_left -= len(body)
+        if self.cycle.response_complete:
+            self._num_dropped += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -281,7 +287,10 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(limit_s, self._expire, waiting) if limit_s else None
 
     def _expire(self, waiting: int) -> None:
-        if waiting and self.transport.get_write_buffer_size() != waiting:
+        goes_on = waiting and self.transport.get_write_buffer_size() != waiting
+        if self._is_in_body and self._num_dropped >= LINGER_BYTES and self._num_lingers < MAX_LINGERS:
+            goes_on, self._num_dropped, self._num_lingers = True, 0, self._num_lingers + 1
+        if goes_on:
             self._limit_s = 0
             self._watch()
         else:

@@ -166,6 +166,23 @@ def test_a_connection_serves_on_after_a_body_that_was_not_wanted(monkeypatch: py
 
 
 @pytest.mark.thorough
+def test_a_slow_body_that_is_too_large_does_not_cost_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is there until the client has sent all, though that takes longer than its time."""
+    monkeypatch.setattr(connection, "LINGER_S", 2.0)
+
+    async def client(port: HttpPort) -> None:
+        reader, writer = await opened(port, POST)
+        for _ in range(5):
+            writer.write(b"x" * 200_000)
+            await asyncio.sleep(0.7)
+        writer.write(REQUEST)
+        for _ in range(2):
+            assert await reader.readuntil(b"xx\r\n0\r\n\r\n")
+
+    run(App(), client)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "is_encrypted"), [(60_000_000, False), (300_000, False), (60_000_000, True)])
 def test_a_client_that_stops_reading_is_given_up(size: int, is_encrypted: bool, tmp_path: Path) -> None:
     app, authority = App(size), trustme.CA()
