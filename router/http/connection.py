@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from .acceptor import Pace, SenderClock
 from .errors import HttpError, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from uvicorn._types import ASGI3Application
 
 # Seconds that a client has. They differ, because a change from one to another starts a time.
 HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come
@@ -94,8 +96,10 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = bytearray()
         self._is_in_headers = self._is_in_body = self._closes_behind_body = False
+        self._served: RequestResponseCycle | None = None  # the request that the handler has; `cycle` is the last one
         self._num_header_bytes = 0  # of this request, that are parsed
-        self._num_unfinished = 0  # the same, as they came, while more have to come
+        self._num_unfinished = 0  # bytes of headers as they came, or of what is not a body inside one
+        self._has_body_grown = False  # in this piece
         self._num_body_left = 0  # bytes of a body whose length is known
         self._num_dropped = self._num_lingers = 0  # bytes of its rest, in this time of LINGER_S; such times before it
         self._refusal = _MALFORMED
@@ -153,7 +157,7 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        was_in_headers = self._is_in_headers
+        was_in_headers, was_in_body, self._has_body_grown = self._is_in_headers, self._is_in_body, False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # no other protocol is spoken here: the answer is HTTP's, and the last one
@@ -161,14 +165,16 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse()
             return
-        if was_in_headers and self._is_in_headers:  # the parser keeps one that does not end
-            self._num_unfinished += len(data)
+        if self._has_body_grown:
+            self._num_unfinished = 0
+        elif (was_in_headers and self._is_in_headers) or (was_in_body and self._is_in_body):
+            self._num_unfinished += len(data)  # the parser keeps a header that does not end
             if self._num_unfinished > MAX_HEADER_BYTES:
                 self._refusal = _LONG_HEADERS
                 self._refuse()
                 return
         if self.pipeline:
-            self._hold()
+            self.flow.resume_reading()  # some more may wait unparsed, and the end of the connection is noticed
         self._watch()
 
     def _hold(self) -> None:
@@ -178,9 +184,10 @@ class Connection(HttpToolsProtocol):
     def _refuse(self) -> None:
         """Answer what is no request, unless another answer is under way, and close the connection."""
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        for each in (cycle, self._served):
+            if each is not None and not each.response_complete:
+                each.disconnected = True
+                each.message_event.set()
         if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
             refused = refusal(self._refusal)
             headers = [*self.server_state.default_headers, *refused.headers, (b"connection", b"close")]
@@ -202,8 +209,9 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_header(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if self._is_in_headers:  # those behind a body are dropped: what reads the headers has read them
+            self._count_header(len(name) + len(value) + 4)
+            super().on_header(name, value)
 
     def _count_header(self, num_bytes: int) -> None:
         self._num_header_bytes += num_bytes
@@ -216,13 +224,18 @@ class Connection(HttpToolsProtocol):
             self._refusal = _UPGRADE
         if self._refusal is not _MALFORMED:
             raise ValueError("the request is refused")
-        self._is_in_headers, self._is_in_body = False, True
+        self._is_in_headers, self._is_in_body, self._num_unfinished = False, True, 0
         self._num_body_left = int(dict(self.headers).get(b"content-length", b"0"))
         super().on_headers_complete()
         self.cycle.transport = self._closing  # type: ignore[assignment]
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_body(self, body: bytes) -> None:
         self._num_body_left -= len(body)
+        self._has_body_grown = True
         if self.cycle.response_complete:
             self._num_dropped += len(body)
         super().on_body(body)
@@ -247,7 +260,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.flow.is_held and not self.pipeline:
+        if (self.flow.is_held or self._unparsed) and not self.pipeline:
             self._await_turn()
         self._watch()
 
@@ -258,6 +271,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(0)
         self._unparsed.clear()
+        if self._served is not None:
+            self._served.disconnected = True
+            self._served.message_event.set()
+            self._served = None
         self._closing.close = self.transport.close  # answers would hold this connection otherwise, and it holds them
         super().connection_lost(exc)
 

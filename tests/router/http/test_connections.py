@@ -53,6 +53,31 @@ class App:
         self.ended.set()
 
 
+class Reader(App):
+    """Reads the whole body, answers if there is one, and waits for the client to go if there is none.
+
+    names  of the headers, once the body has been read
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[bytes] = set()
+        self.left = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message["body"], message["more_body"]
+        self.names = {name for name, _ in scope["headers"]}
+        if body:
+            await super().__call__(scope, receive, send)
+        elif (await receive())["type"] == "http.disconnect":
+            self.left.set()
+
+
 def run(
     app: App,
     client: Callable[[HttpPort], Awaitable[Any]],
@@ -416,6 +441,40 @@ def test_headers_above_their_limit_are_refused(headers: bytes, parts: int) -> No
 
     run(app, client)
     assert not app.paths
+
+
+@pytest.mark.parametrize(
+    "endless", [b"0\r\n" + b"x: 1\r\n" * 10_000, b"0\r\nx: " + b"a" * 60_000, b"1;" + b"a" * 60_000]
+)
+def test_what_follows_a_body_or_stands_between_its_chunks_is_bounded(endless: bytes) -> None:
+    async def client(port: HttpPort) -> bytes:
+        reader, _ = await opened(port, CHUNKED + b"1\r\nx\r\n", endless)
+        return await reader.read()
+
+    assert run(Reader(), client).startswith(b"HTTP/1.1 431 ")
+
+
+def test_fields_behind_a_body_are_none_of_the_headers() -> None:
+    app = Reader()
+
+    async def client(port: HttpPort) -> bytes:
+        reader, _ = await opened(port, CHUNKED + b"1\r\nx\r\n0\r\nauthorization: Bearer x\r\n\r\n")
+        return await reader.readuntil(b"0\r\n\r\n")
+
+    assert run(app, client).startswith(b"HTTP/1.1 200 ")
+    assert app.names == {b"host", b"transfer-encoding"}
+
+
+@pytest.mark.parametrize("behind", [REQUEST, REQUEST + b"\0"])
+def test_a_request_that_another_one_follows_learns_that_its_client_has_gone(behind: bytes) -> None:
+    app = Reader()
+
+    async def client(port: HttpPort) -> None:
+        _, writer = await opened(port, REQUEST, behind)
+        writer.close()
+        await asyncio.wait_for(app.left.wait(), SOON_S)
+
+    run(app, client)
 
 
 def test_headers_up_to_their_limit_are_taken() -> None:
