@@ -56,6 +56,7 @@ _PATIENT_LIMITS = LLParserLimits(
 _STACK_BYTES = 64 << 20
 _starting = threading.Lock()  # the size of a stack is set for all threads that start
 _LONGEST_ERROR = 300
+_LEXER_ERROR = "lexer error"  # how errors begin that concern all matchers of a grammar, whatever they have consumed
 _GBNF_TEXT = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
 _OF_REGEX = '{"grammars":[{"name":"regex"'  # how the library's grammar of a regular expression begins
 _GBNF_HEADER = "%llguidance {}\n\n"  # before what was converted: lines of errors are then those of the rules
@@ -316,13 +317,20 @@ def compiled(grammar: str, tokenizer: LLTokenizer, *, is_patient: bool = False) 
     Takes up to about a second, without the interpreter's lock. Raises GrammarError.
     """
 
-    def compile() -> tuple[LLMatcher, bytes]:
+    def compile() -> tuple[LLMatcher, bytes, LLMatcher]:
         matcher = LLMatcher(tokenizer, grammar, limits=_PATIENT_LIMITS if is_patient else _LIMITS, log_level=0)
         check_matcher(matcher, grammar)
-        return matcher, matcher.compute_bitmask()
+        mask = matcher.compute_bitmask()
+        allowed, follower = int.from_bytes(mask, "little"), matcher.deep_copy()
+        follower.try_consume_tokens([(allowed & -allowed).bit_length() - 1] if allowed else [])
+        return matcher, mask, follower
 
-    matcher, mask = _on_deep_stack(compile)
+    matcher, mask, follower = _on_deep_stack(compile)
     check_matcher(matcher, grammar)
+    if follower.get_error().startswith(_LEXER_ERROR):  # the automaton met a limit, of which the mask says nothing
+        if is_patient:
+            check_matcher(follower, grammar)
+        compiled(grammar, tokenizer, is_patient=True)
     if int.from_bytes(mask, "little") == 1 << tokenizer.eos_token:
         raise GrammarError("allows the empty text alone")
     return matcher, mask

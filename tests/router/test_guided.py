@@ -114,6 +114,7 @@ async def test_an_error_in_gbnf_names_the_clients_line(tokenizer: Tokenizer, gra
             "has 1000000000000000000 at /maxLength, at most 42949672",
         ),
         ("json_schema", '{"items": {"maxLength": -1}}', "'maxLength', got -1 at /items"),
+        ("regex", "(?:a?){500}a{500}", "is too complex: lexer error: too many expressions constructed"),
         ("json_schema", '{"multipleOf": 1e-300}', "has a number at /multipleOf that cannot be followed: 1E-300 must"),
         ("json_schema", '{"items": {"multipleOf": -1}}', "has a number at /items/multipleOf that cannot be followed"),
         ("json_schema", '{"const": NaN}', "is not JSON: expected value at line 1, column 1"),
