@@ -104,7 +104,7 @@ def test_a_closed_template_starts_no_process(monkeypatch: pytest.MonkeyPatch) ->
     started = processes_started(monkeypatch)
     template = ChatTemplate("{{ messages[0].content }}")
     template.close()
-    assert started[0].wait(timeout=30) == -signal.SIGKILL
+    assert started[0].returncode == -signal.SIGKILL, "it is waited for: an upgrade would leave a zombie otherwise"
     with pytest.raises(InvalidArgument):
         template.render(HELLO)
     assert len(started) == 1
