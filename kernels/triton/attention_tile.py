@@ -163,6 +163,25 @@ def find_tile(tile, query_start_ptr, first_seq, num_seqs, GROUP: tl.constexpr, R
 
 
 @triton.jit
+def find_keys(
+    first_row, context, num_tokens, GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+):
+    """The positions in the sequence of each row's query, of the first row's and of the last row's, in a tile.
+
+    Then the first and last key (exclusive) that some row sees.
+    """
+    first_token = context - num_tokens
+    position = first_token + (first_row + tl.arange(0, ROWS)) // GROUP
+    first_position = first_token + first_row // GROUP
+    last_position = first_token + tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
+    begin = 0
+    end = tl.maximum(last_position + 1, 0)
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+    return position, first_position, last_position, begin, end
+
+
+@triton.jit
 def attend_keys(
     start, end, q, position, first_position, last_position, table_ptr, kv_head, keys_ptr, values_ptr, key_scales_ptr,
     value_scales_ptr, scale, attended, top, total, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,

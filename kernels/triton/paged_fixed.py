@@ -20,6 +20,7 @@ from .attention_tile import (
     METADATA,
     add_sinks,
     attend_keys,
+    find_keys,
     find_tile,
     score_cap,
     score_scale,
@@ -211,16 +212,9 @@ def _attend_parts(
     if UPCAST:
         q = q.to(tl.float32)
 
-    # The positions in the sequence of each row's query, of the first row's and of the last row's.
-    position = context - num_tokens + row // GROUP
-    first_position = context - num_tokens + first_row // GROUP
-    last_position = context - num_tokens + tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
-    # The keys from `begin` to `end` are seen by some row.
-    begin = 0
-    end = tl.maximum(last_position + 1, 0)
-    if WINDOW:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
-
+    position, first_position, last_position, begin, end = find_keys(
+        first_row, context, num_tokens, GROUP, WINDOW, ROWS, TILE
+    )
     table_ptr = table_row(block_table_ptr, rows_ptr, table_stride, first_seq + seq)
     attended = tl.zeros([ROWS, DIM], dtype=tl.float32)
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
