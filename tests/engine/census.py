@@ -106,14 +106,20 @@ def _their_logits(folder: Path) -> tuple[list[int], torch.Tensor]:
     return prompt, logits
 
 
-def changes(config: PreTrainedConfig, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Fields of a config that may change what is computed, each with other values; ABSENT takes it away."""
+def changes(
+    config: PreTrainedConfig, saved: Mapping[str, Any], first: int = 0, stride: int = 1
+) -> Iterator[tuple[str, Any]]:
+    """Fields of a config that may change what is computed, each with other values; ABSENT takes it away.
+
+    first, stride  which of a field's values: at least one
+    """
     for name, value in config.to_dict().items():
         if name in _LEFT or (name != "rope_parameters" and is_inert(name, "some value")):
             continue
         if name in saved:
             yield name, ABSENT
-        for other in _other_values(name, value):
+        others = [*_other_values(name, value)]
+        for other in others[first % min(stride, max(1, len(others))) :: stride]:
             yield name, other
 
 
