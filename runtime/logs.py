@@ -160,13 +160,19 @@ class _LoggedStream(io.TextIOBase):
 def print_line(settings: CommonSettings, logger: str, message: str, fields: Mapping[str, str]) -> None:
     """Print a line on standard output, for whatever has started this process.
 
-    With JSON logs it is an object of their shape, with these fields.
+    With JSON logs it is an object of their shape, with these fields. Where it cannot be written, because the disk is
+    full or the reader has gone, that is logged, and this and later lines are lost.
     """
     if settings.log_format == "json":
         record = logging.LogRecord(logger, logging.INFO, __file__, 0, message, (), None)
         record.fields = fields
         message = JsonFormatter().format(record)
-    print(message, flush=True)
+    try:
+        print(message, flush=True)
+    except OSError as error:
+        log.warning("cannot write to standard output: %s", error.strerror)
+        with open(os.devnull, "w") as nowhere:  # what waits in the buffer is written again at the process's end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def printable(text: str) -> str:

@@ -473,6 +473,18 @@ def test_a_malformed_parent_is_none(values: list[str | bytes], trace: str) -> No
     assert trace_id_of([("traceparent", value) for value in values]) == trace
 
 
+def test_a_line_that_standard_output_does_not_take_ends_no_process() -> None:
+    program = (
+        "from pagoda_server.runtime.logs import print_line; from pagoda_server.settings import ServeConfig; "
+        "[print_line(ServeConfig(), 'x', line, {}) for line in ('starting', 'serving')]"
+    )
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (0, "cannot write to standard output: No space left on device\n")
+
+
 async def test_calls_that_are_cancelled_before_an_engine_has_them_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     log = RequestLog()
