@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import ssl
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ MAX_TOKEN_BYTES = 1 << 12
 MAX_TOKENS = 2  # the old one and the new one
 DAY_S = 86400.0
 WARNS_BEFORE_DAYS = 30
+_HAS_EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 
 
 class TrustError(Exception):
@@ -129,11 +131,25 @@ class ChannelTrust:
         """Log once a day that this end's certificate expires soon, or has expired."""
         while True:
             if certificates := self.current.certificates:
-                days = (certificates.expires - time.time()) / DAY_S
-                if days < WARNS_BEFORE_DAYS:
-                    when = f"expires in {days:.1f} days" if days > 0 else "has expired"
-                    log.warning("--channel-tls-cert %s: it %s: renew it", self._config.channel_tls_cert, when)
+                warn_of_expiry(f"--channel-tls-cert {self._config.channel_tls_cert}", certificates.expires, log)
             await asyncio.sleep(DAY_S)
+
+
+def warn_of_expiry(certificate: str, expires: float, log: logging.Logger) -> None:
+    """Log that a certificate, named with its option, expires soon or has expired."""
+    days = (expires - time.time()) / DAY_S
+    if days < WARNS_BEFORE_DAYS:
+        log.warning("%s: it %s: renew it", certificate, f"expires in {days:.1f} days" if days > 0 else "has expired")
+
+
+def expiry_of_server(certificate: Path, key: Path) -> float:
+    """When a server's certificate expires, in seconds since 1970; 0 if it has, infinity if that cannot be found out."""
+    try:
+        return ssl.cert_time_to_seconds(str(_shown(certificate, key, is_engine=True)["notAfter"]))
+    except ssl.SSLCertVerificationError as error:
+        return 0.0 if error.verify_code == _HAS_EXPIRED else math.inf
+    except OSError:  # a key that is too weak for Python's defaults, for example
+        return math.inf
 
 
 def _read(option: str, path: Path, max_bytes: int) -> bytes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...channel.address import host_of, is_local, is_unix
 from ...channel.listening import CLIENTS_KEEPALIVE, GrpcPort
+from ...runtime.channel_trust import expiry_of_server, warn_of_expiry
 from ...settings import ServeConfig
 from ...settings.router import AUTH_TOKEN_VARIABLE
 from ..config_error import ConfigError
@@ -141,6 +142,8 @@ def bind(server: grpc.aio.Server, config: ServeConfig, takes_over: bool = False)
     try:
         if config.tls_cert and config.tls_key:
             credentials = _credentials(config.tls_cert, config.tls_key)
+            expires = expiry_of_server(Path(config.tls_cert), Path(config.tls_key))
+            warn_of_expiry(f"--tls-cert {config.tls_cert}", expires, log)
             return GrpcPort(config.listen, lambda address: server.add_secure_port(address, credentials), takes_over)
         return GrpcPort(config.listen, server.add_insecure_port, takes_over)
     except OSError as error:

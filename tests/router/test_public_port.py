@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
@@ -76,6 +77,18 @@ def test_a_token_that_travels_in_the_clear_is_warned_of(tmp_path: Path, caplog: 
 def test_one_token_and_tokens_of_tenants_are_not_both_taken() -> None:
     with pytest.raises(ConfigError, match="--auth-token-file and --tenants-file cannot be given together"):
         check_exposure(ServeConfig(auth_token_file="a", tenants_file="b"))
+
+
+@pytest.mark.parametrize(("days", "warning"), [(-1, "it has expired"), (10, "it expires in 10.0 days"), (90, "")])
+async def test_a_certificate_that_expires_soon_is_logged(
+    days: int, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    issued = trustme.CA().issue_cert("localhost", not_after=datetime.now(UTC) + timedelta(days=days, seconds=30))
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "own.crt")
+    issued.private_key_pem.write_to_path(tmp_path / "own.key")
+    files = {"tls_cert": str(tmp_path / "own.crt"), "tls_key": str(tmp_path / "own.key")}
+    bind(grpc.aio.server(), ServeConfig(listen="127.0.0.1:0", **files)).close()
+    assert caplog.messages == ([f"--tls-cert {tmp_path / 'own.crt'}: {warning}: renew it"] if warning else [])
 
 
 async def test_a_certificate_that_cannot_be_used_is_named_and_not_the_address(tmp_path: Path) -> None:
