@@ -98,7 +98,7 @@ test-chaos: $(DEV)        ## random faults under load, and a judge; SEED=7 repea
 
 test-counterparts: $(DEV) ## test beside the programs that others use with it; installs Debian packages if it is root
 	@tests/counterparts/install
-	@$(BIN)/python -m pytest -v -rs -m counterpart tests/counterparts $(ARGS)
+	@$(BIN)/python -m pytest -v -rs -n 2 --dist loadfile -m counterpart tests/counterparts $(ARGS)
 
 page-pictures: $(DEV)     ## take README's pictures of the page, in Chromium; installs Debian packages if it is root
 	@tests/counterparts/install

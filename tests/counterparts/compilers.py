@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -30,7 +31,7 @@ def go_environment() -> dict[str, str]:
     needs(*(f"{GO_LIBRARIES}/src/google.golang.org/{name}" for name in ("grpc", "protobuf", "genproto")))
     link = HOME / "go" / "src" / "pagoda" / "clients" / "go"
     link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
+    with contextlib.suppress(FileExistsError):
         link.symlink_to(ROOT / "clients" / "go")
     return {**os.environ, "GO111MODULE": "off", "GOPATH": f"{HOME / 'go'}:{GO_LIBRARIES}"}
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,15 +41,21 @@ def python(folder: Path, text: str) -> tuple[list[str | Path], dict[str, str]]:
     return [sys.executable, folder / "program.py"], {}
 
 
+@cache
+def typescript_client(folder: Path) -> Path:
+    """Build a copy of the client: another worker may test it where it is, and build it there."""
+    client, npm = folder / "typescript", program("npm")
+    shutil.copytree(ROOT / "clients" / "typescript", client, ignore=shutil.ignore_patterns("node_modules", "dist"))
+    subprocess.run([npm, "ci", "--silent", "--ignore-scripts", "--no-fund", "--no-audit"], cwd=client, check=True)
+    subprocess.run([npm, "run", "--silent", "build"], cwd=client, check=True)
+    return client
+
+
 def typescript(folder: Path, text: str) -> tuple[list[str | Path], dict[str, str]]:
     """The program has no types of its own, so Node runs it as it is."""
-    client, node, npm = ROOT / "clients" / "typescript", program("node"), program("npm")
-    if not (client / "node_modules").exists():
-        subprocess.run([npm, "ci", "--silent", "--ignore-scripts", "--no-fund", "--no-audit"], cwd=client, check=True)
-    subprocess.run([npm, "run", "--silent", "build"], cwd=client, check=True)
-    (folder / "node_modules").mkdir(exist_ok=True)
-    if not (link := folder / "node_modules" / "pagoda-client").exists():
-        link.symlink_to(client)
+    node, client = program("node"), typescript_client(folder.parent)
+    (folder / "node_modules").mkdir()
+    (folder / "node_modules" / "pagoda-client").symlink_to(client)
     (folder / "program.mjs").write_text(text)
     return [node, folder / "program.mjs"], {}
 

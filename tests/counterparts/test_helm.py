@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import tarfile
+import tempfile
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -81,12 +82,13 @@ def objections(objects: list[Object]) -> str:
         lines.append(f'import {{ {kind} as Kind{number}, type I{kind} as Is{number} }} from "{module}";')
         lines.append(f"const object{number}: Is{number} = {json.dumps(given)};")
         lines.append(f"new Kind{number}(object{number}).validate();")
-    (folder / "objects.mts").write_text("\n".join(lines))
     compiled = [folder / "node_modules/.bin/tsc", "--strict", "--skipLibCheck", "--module", "nodenext", "objects.mts"]
-    for step in (compiled, [program("node"), "objects.mjs"]):
-        done = subprocess.run(step, cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return done.stdout + done.stderr
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # below the modules, which are found there
+        Path(work, "objects.mts").write_text("\n".join(lines))
+        for step in (compiled, [program("node"), "objects.mjs"]):
+            done = subprocess.run(step, cwd=work, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return done.stdout + done.stderr
     return ""
 
 
@@ -166,8 +168,8 @@ def test_the_schemas_of_other_projects_accept_their_objects_and_know_all_of_thei
     others = [each for values in VALUES for each in rendered(values) if each["kind"] in CUSTOM]
     assert {each["kind"] for each in others} == CUSTOM.keys()
     assert objections(others) == ""
-    for given in others:
-        assert "'\"hasNone\"' does not exist" in objections([given | {"spec": given["spec"] | {"hasNone": 1}}])
+    wrong = objections([given | {"spec": given["spec"] | {"hasNone": 1}} for given in others])
+    assert wrong.count("'\"hasNone\"' does not exist") == len(others)
 
 
 @pytest.mark.parametrize(
