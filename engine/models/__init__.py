@@ -46,7 +46,8 @@ from .families import FAMILIES, Family
 from .inert_tensors import is_inert
 from .measured_weights import MeasuredWeights
 from .share import WHOLE, Share
-from .weights import Checkpoint, RandomTensors, Tensors, Weights
+from .tensors import Checkpoint, RandomTensors, Tensors
+from .weights import Weights
 
 __all__ = [
     "FAMILIES",

@@ -18,7 +18,8 @@ from ...checkpoints.gguf_adapters import read_gguf_adapter
 from ...kernels import PLAIN, BankShape, LowRankBank, LowRankPart, Packed, Use
 from ..core.adapter import Adapter
 from ..core.step import Chunk
-from .weights import Rows, Weights
+from .tensors import Rows
+from .weights import Weights
 
 WORK_S, RESTS = 0.002, 0.6  # a load works for so long, and then rests for this multiple of it
 

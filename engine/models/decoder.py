@@ -15,7 +15,8 @@ from .adapted import AdaptedLinear
 from .config import ExpertLayers, ModelConfig
 from .rope import Rope, RopeConfig, rotary_order
 from .share import WHOLE, Cut, Share
-from .weights import ExpertRows, Rows, Weights
+from .tensors import Rows
+from .weights import ExpertRows, Weights
 
 # Over more positions, the biases of fewer dimensions have a mean. Any number from 1,000 to 32,768 serves well.
 CENTRED_POSITIONS = 4096

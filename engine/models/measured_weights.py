@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...kernels import PLAIN, ROUTER, Backend, Embedding, Experts, Linear, Use
 from .share import WHOLE, Share
-from .weights import ExpertRows, Place, Rows, Tensors, Weight, Weights
+from .tensors import Rows, Tensors, Weight
+from .weights import ExpertRows, Place, Weights
 
 MOST_VALUES = 1 << 22  # in a weight that is made
 ROWS = 64  # the least of them: packed weights have room for a multiple of 32

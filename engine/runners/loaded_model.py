@@ -29,7 +29,8 @@ from ..models import Decoder, attention_share, load_model, read_config
 from ..models.adapted import AdapterBanks
 from ..models.config import Names
 from ..models.share import WHOLE, Share
-from ..models.weights import Checkpoint, Weights
+from ..models.tensors import Checkpoint
+from ..models.weights import Weights
 from .runner_info import KVCacheSpec, RunnerInfo, count_host_blocks
 
 Kernels: TypeAlias = tuple[str, str]  # the name of a backend, and the format of its weights

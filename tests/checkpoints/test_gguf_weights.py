@@ -20,7 +20,7 @@ from pagoda_server.checkpoints.folder import GGUF
 from pagoda_server.checkpoints.gguf_import import import_gguf
 from pagoda_server.checkpoints.progress import no_progress
 from pagoda_server.checkpoints.weight_files import open_weights
-from pagoda_server.engine.models.weights import FORMATS
+from pagoda_server.engine.models.tensors import FORMATS
 from pagoda_server.kernels import INT4, GroupedWeight
 from tests.checkpoints.tiny_gguf import MODELS, TinyModel, gguf_tensors, tiny_model
 

@@ -24,7 +24,8 @@ from pagoda_server.checkpoints.weight_files import open_weights
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.models import load_model
 from pagoda_server.engine.models.config import Names
-from pagoda_server.engine.models.weights import Checkpoint, Rows, Weights
+from pagoda_server.engine.models.tensors import Checkpoint, Rows
+from pagoda_server.engine.models.weights import Weights
 from pagoda_server.engine.runners.loaded_model import choose_backend, choose_dtype, load_for_serving
 from pagoda_server.kernels import (
     INT4,
@@ -223,7 +224,7 @@ def test_rows_in_4_bits_are_ordered_and_multiplied_as_whole_ones_are(whole: Path
 def test_weights_are_dequantized_for_a_backend_that_takes_none(
     whole: Path, dtype: torch.dtype, rows_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda_server.engine.models.weights.VALUES_AT_ONCE", rows_at_once)
+    monkeypatch.setattr("pagoda_server.engine.models.tensors.VALUES_AT_ONCE", rows_at_once)
     write_dequantized(whole, tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
     found = parameters(whole, dtype, keeps_int4=False)

@@ -6,7 +6,7 @@ import torch
 
 from pagoda_server.checkpoints.folder import CheckpointError, check_folder
 from pagoda_server.engine.core.errors import ConfigError
-from pagoda_server.engine.models.weights import Checkpoint, Rows
+from pagoda_server.engine.models.tensors import Checkpoint, Rows
 from pagoda_server.kernels import INT4, GroupedWeight
 from tests.fuzz.common import check_line, folder_of
 
