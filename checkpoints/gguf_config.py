@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from .folder import CheckpointError
-from .gguf_families import ROPE_FACTORS, Family, ModelShape, family_of
+from .gguf_families import ROPE_FACTORS, Family, family_of
+from .gguf_family_fields import ModelShape
 from .gguf_fields import Fields
 from .gguf_file import GgufFile
 

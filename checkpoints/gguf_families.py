@@ -1,49 +1,21 @@
 """The architectures of GGUF files that are imported: a row of FAMILIES for each, where a new one is an entry.
 
 What the rows say are the conventions of llama.cpp's conversion; what it leaves out of a file because all models of the
-architecture share it is a constant here.
+architecture share it is a constant here, or in gguf_family_fields.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from . import gguf_family_fields as further
 from .folder import CheckpointError, quoted
+from .gguf_family_fields import Config, ModelShape
 from .gguf_fields import Fields
 from .gguf_file import GgufFile
 
 ROPE_FACTORS = "rope_freqs.weight"
-GATE_UP = "ffn_gate_up_exps"  # gate and up of experts in one tensor, which any family may have
-GEMMA3_27B_LAYERS, GEMMA2_27B_LAYERS = 62, 46
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # what expert_gating_func means
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What both the configuration and the weights depend on; queries, keys and values share `head_dim`.
-
-    num_further  layers behind those, which predict a token after the next one and are not computed
-    ffn_size     width of a dense feed-forward layer
-    biases       the groups of biases that the file has, by their fields of config.json
-    num_experts  0: all layers are dense
-    is_expert    for each layer, whether it has experts
-    """
-
-    num_layers: int
-    num_further: int
-    hidden_size: int
-    ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    vocab_size: int
-    biases: frozenset[str]
-    is_tied: bool
-    num_experts: int
-    is_expert: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +29,6 @@ class OuterNames:
     positions: str = ""
 
 
-Config = Mapping[str, Any]
 FurtherFields = Callable[[Fields, ModelShape, Config], Config]
 
 
@@ -149,216 +120,6 @@ _CORRECTED_EXPERTS = {
 _LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 
 
-def _gemma2_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    """What Gemma's files leave out is the same in all sizes, but that the largest scales scores by another size."""
-    is_largest = shape.num_layers == GEMMA2_27B_LAYERS
-    return {
-        "sliding_window": fields.size("attention.sliding_window", 4096),
-        "layer_types": fields.layer_types(shape.num_layers, 2),
-        "query_pre_attn_scalar": shape.hidden_size // shape.num_heads if is_largest else shape.head_dim,
-        "attn_logit_softcapping": fields.positive("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": fields.positive("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    is_largest = shape.num_layers == GEMMA3_27B_LAYERS
-    return {
-        "sliding_window": fields.size("attention.sliding_window"),
-        "layer_types": fields.layer_types(shape.num_layers, 6),
-        "rope_local_base_freq": fields.positive("rope.freq_base_swa", 10_000.0),
-        "query_pre_attn_scalar": shape.hidden_size // shape.num_heads if is_largest else shape.head_dim,
-    }
-
-
-def _olmo3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    """Layers with a window rotate without the scaling of the others."""
-    local = fields.positive("rope.freq_base_swa", config["rope_theta"])
-    whole = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {"rope_type": "default"})}
-    return {
-        "sliding_window": fields.size("attention.sliding_window"),
-        "layer_types": fields.layer_types(shape.num_layers, 4),
-        "rope_parameters": {
-            "full_attention": whole,
-            "sliding_attention": {"rope_theta": local, "rope_type": "default"},
-        },
-        "rope_scaling": None,
-    }
-
-
-def _phi3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    window, scaling = fields.count("attention.sliding_window", 0), config["rope_scaling"]
-    if scaling is None or scaling["rope_type"] != "longrope":
-        return {"sliding_window": window or None}
-    original = scaling["original_max_position_embeddings"]
-    return {"sliding_window": window or None, "original_max_position_embeddings": original}
-
-
-def _granite_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    fields.expect("rope.scaling.finetuned", True)  # false: llama.cpp does not rotate
-    return {
-        "embedding_multiplier": fields.positive("embedding_scale", 1.0),
-        "attention_multiplier": fields.positive("attention.scale", shape.head_dim**-0.5),
-        "residual_multiplier": fields.positive("residual_scale", 1.0),
-        "logits_scaling": fields.positive("logit_scale"),
-    }
-
-
-def _stablelm_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    """As in llama.cpp, sublayers are parallel if layers have one norm."""
-    is_parallel = "blk.0.ffn_norm.weight" not in fields.file.tensors
-    fields.expect("use_parallel_residual", is_parallel)
-    return {"use_parallel_residual": is_parallel}
-
-
-def _gpt_neox_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    return {"use_parallel_residual": fields.flag("use_parallel_residual", True)}
-
-
-def _cohere_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    return {"logit_scale": fields.positive("logit_scale")}
-
-
-def _cohere2_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    local = fields.positive("rope.freq_base_swa", config["rope_theta"])
-    if local != config["rope_theta"]:
-        raise fields.error("rope.freq_base_swa", f"{local}; only that of all layers is supported")
-    return {
-        "logit_scale": fields.positive("logit_scale"),
-        "sliding_window": fields.size("attention.sliding_window"),
-        "layer_types": fields.layer_types(shape.num_layers, 4),
-    }
-
-
-def _exaone4_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    if not (window := fields.count("attention.sliding_window", 0)):
-        return {"sliding_window": None, "layer_types": ["full_attention"] * shape.num_layers}
-    return {"sliding_window": window, "layer_types": fields.layer_types(shape.num_layers, 4)}
-
-
-def _ministral3_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    rope = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {"rope_type": "default"})}
-    if fields.has("rope.scaling.yarn_log_multiplier"):
-        rope |= {"mscale": 1.0, "mscale_all_dim": fields.positive("rope.scaling.yarn_log_multiplier")}
-    if fields.has("attention.temperature_scale"):
-        rope["llama_4_scaling_beta"] = fields.positive("attention.temperature_scale")
-    return {"rope_parameters": rope, "rope_scaling": None}
-
-
-def _width(fields: Fields, shape: ModelShape, stem: str) -> int:
-    """How many rows a matrix has, of each expert or of the one that computes every token."""
-    prefix, tensors = f"blk.{shape.is_expert.index(True)}", fields.file.tensors
-    name, fused = f"{prefix}.{stem}.weight", f"{prefix}.{GATE_UP}.weight"
-    if name in tensors:
-        return tensors[name].shape[-2]
-    if stem != "ffn_gate_exps" or fused not in tensors:
-        raise CheckpointError(f"{fields.file.name} has no tensor {name}")
-    return tensors[fused].shape[-2] // 2
-
-
-def _local_experts(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    fields.expect("expert_gating_func", SOFTMAX)
-    fields.expect("expert_weights_norm", True)
-    return {"num_local_experts": shape.num_experts, "num_experts_per_tok": fields.size("expert_used_count")}
-
-
-def _granite_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    return {**_granite_fields(fields, shape, config), **_local_experts(fields, shape, config)}
-
-
-def _granite_moe_shared_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    shared = _width(fields, shape, "ffn_gate_shexp")
-    return {**_granite_moe_fields(fields, shape, config), "shared_intermediate_size": shared}
-
-
-def _apertus_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    return {"rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
-
-
-def _qwen_moe_fields(fields: Fields, shape: ModelShape, is_normalized: bool) -> Config:
-    fields.expect("expert_gating_func", SOFTMAX)
-    return {
-        "num_experts": shape.num_experts,
-        "num_experts_per_tok": fields.size("expert_used_count"),
-        "moe_intermediate_size": _width(fields, shape, "ffn_gate_exps"),
-        "norm_topk_prob": fields.flag("expert_weights_norm", is_normalized),
-    }
-
-
-def _qwen2_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    shared = _width(fields, shape, "ffn_gate_shexp")
-    return {**_qwen_moe_fields(fields, shape, False), "shared_expert_intermediate_size": shared}
-
-
-def _qwen3_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    return _qwen_moe_fields(fields, shape, True)
-
-
-def _olmoe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    found = dict(_qwen_moe_fields(fields, shape, False))
-    return found | {"intermediate_size": found.pop("moe_intermediate_size")}
-
-
-def _deepseek_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    """Experts chosen by sigmoids, as in DeepSeek-V3, behind some dense layers."""
-    fields.expect("expert_gating_func", SIGMOID)
-    return {
-        "n_routed_experts": shape.num_experts,
-        "num_experts_per_tok": fields.size("expert_used_count"),
-        "moe_intermediate_size": _width(fields, shape, "ffn_gate_exps"),
-        "n_shared_experts": fields.size("expert_shared_count"),
-        "first_k_dense_replace": shape.is_expert.index(True),
-        "routed_scaling_factor": fields.positive("expert_weights_scale", 1.0),
-        "norm_topk_prob": fields.flag("expert_weights_norm", False),
-        "n_group": max(1, fields.count("expert_group_count", 1)),
-        "topk_group": max(1, fields.count("expert_group_used_count", 1)),
-    }
-
-
-def _glm4_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    has_norms = "blk.0.attn_q_norm.weight" in fields.file.tensors
-    return {**_deepseek_moe_fields(fields, shape, config), "use_qk_norm": has_norms}
-
-
-def _ernie_moe_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    fields.expect("expert_gating_func", SOFTMAX)
-    return {
-        "moe_num_experts": shape.num_experts,
-        "moe_k": fields.size("expert_used_count"),
-        "moe_intermediate_size": _width(fields, shape, "ffn_gate_exps"),
-        "moe_num_shared_experts": fields.size("expert_shared_count"),
-        "moe_layer_start_index": fields.count("leading_dense_block_count", 0),
-        "moe_layer_interval": fields.size("interleave_moe_layer_step", 1),
-        "moe_layer_end_index": -1,
-    }
-
-
-def _minimax_m2_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    fields.expect("expert_gating_func", SIGMOID)
-    return {
-        "num_local_experts": shape.num_experts,
-        "num_experts_per_tok": fields.size("expert_used_count"),
-        "intermediate_size": _width(fields, shape, "ffn_gate_exps"),
-        "rotary_dim": shape.rotary_dim,
-    }
-
-
-def _gpt_oss_fields(fields: Fields, shape: ModelShape, config: Config) -> Config:
-    """OpenAI's model does not round the bounds of yarn to whole dimensions."""
-    fields.expect("expert_gating_func", SOFTMAX_OF_CHOSEN)
-    scaling = config["rope_scaling"]
-    if scaling is not None and scaling["rope_type"] == "yarn":
-        scaling = {**scaling, "truncate": False}
-    return {
-        "num_local_experts": shape.num_experts,
-        "num_experts_per_tok": fields.size("expert_used_count"),
-        "intermediate_size": _width(fields, shape, "ffn_gate_exps"),
-        "sliding_window": fields.size("attention.sliding_window"),
-        "layer_types": fields.layer_types(shape.num_layers, 2),
-        "rope_scaling": scaling or {"rope_type": "default"},
-    }
-
-
 _LLAMA = Family(
     "LlamaForCausalLM",
     _ATTENTION | _PRE_NORMS,
@@ -373,7 +134,7 @@ _GRANITE_MOE = replace(
     mlp={},
     experts={**_EXPERTS, "ffn_gate_inp": "block_sparse_moe.router.layer"},
     biases={"attention_bias": _OF_ATTENTION},
-    fields=_granite_moe_fields,
+    fields=further.granite_moe,
 )
 _GPT_BIGCODE = Family(
     "GPTBigCodeForCausalLM",
@@ -396,13 +157,13 @@ FAMILIES = {
         model_type="mixtral",
         experts=_MIXTRAL_EXPERTS,
         biases={},
-        fields=_local_experts,
+        fields=further.local_experts,
     ),
     "qwen2": Family("Qwen2ForCausalLM", _ATTENTION | _PRE_NORMS, _GATED, biases={"": _OF_QKV}),
     "qwen3": Family("Qwen3ForCausalLM", _ATTENTION | _PRE_NORMS | _QK_NORMS, _GATED),
     "olmo2": _OLMO2,
     "olmo2 with windows": replace(
-        _OLMO2, transformers_class="Olmo3ForCausalLM", model_type="olmo3", has_windows=True, fields=_olmo3_fields
+        _OLMO2, transformers_class="Olmo3ForCausalLM", model_type="olmo3", has_windows=True, fields=further.olmo3
     ),
     "gemma": Family(
         "GemmaForCausalLM",
@@ -418,7 +179,7 @@ FAMILIES = {
         norm_offset=1.0,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         has_windows=True,
-        fields=_gemma2_fields,
+        fields=further.gemma2,
     ),
     "gemma3": Family(
         "Gemma3ForCausalLM",
@@ -428,7 +189,7 @@ FAMILIES = {
         model_type="gemma3_text",
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         has_windows=True,
-        fields=_gemma3_fields,
+        fields=further.gemma3,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -436,11 +197,11 @@ FAMILIES = {
         _FUSED,
         rotates_part=True,
         has_windows=True,
-        fields=_phi3_fields,
+        fields=further.phi3,
     ),
     # Files do not say which layers rotate: three of four do.
     "smollm3": replace(_LLAMA, transformers_class="SmolLM3ForCausalLM"),
-    "granite": replace(_LLAMA, transformers_class="GraniteForCausalLM", fields=_granite_fields),
+    "granite": replace(_LLAMA, transformers_class="GraniteForCausalLM", fields=further.granite),
     "hunyuan-dense": Family(
         "HunYuanDenseV1ForCausalLM",
         {
@@ -502,14 +263,14 @@ FAMILIES = {
             "xielu.eps": ("mlp.act_fn.eps", ()),
         },
         activation=("hidden_act", "xielu"),
-        fields=_apertus_fields,
+        fields=further.apertus,
     ),
     "mistral3": replace(
         _LLAMA,
         transformers_class="Ministral3ForCausalLM",
         model_type="ministral3",
         biases={},
-        fields=_ministral3_fields,
+        fields=further.ministral3,
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
@@ -529,7 +290,7 @@ FAMILIES = {
         _ATTENTION | _POST_NORMS | _QK_NORMS,
         _GATED,
         has_windows=True,
-        fields=_exaone4_fields,
+        fields=further.exaone4,
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -561,7 +322,7 @@ FAMILIES = {
         has_norm_bias=True,
         rotates_part=True,
         norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
-        fields=_stablelm_fields,
+        fields=further.stablelm,
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
@@ -580,7 +341,7 @@ FAMILIES = {
         _GATED,
         model_type="cohere",
         norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
-        fields=_cohere_fields,
+        fields=further.cohere,
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
@@ -588,7 +349,7 @@ FAMILIES = {
         _GATED,
         norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
         has_windows=True,
-        fields=_cohere2_fields,
+        fields=further.cohere2,
     ),
     "gptneox": Family(
         "GPTNeoXForCausalLM",
@@ -607,7 +368,7 @@ FAMILIES = {
         rotates_part=True,
         norm_eps=(_LAYER_NORM_EPS, "layer_norm_eps"),
         activation=("hidden_act", "gelu"),
-        fields=_gpt_neox_fields,
+        fields=further.gpt_neox,
     ),
     "starcoder": _GPT_BIGCODE,
     # GPT-2's checkpoints are transposed, but those of GPT-BigCode with keys for each head are the same model.
@@ -626,7 +387,7 @@ FAMILIES = {
         one_row=frozenset({"ffn_gate_inp_shexp"}),
         biases={"": _OF_QKV},
         model_type="qwen2_moe",
-        fields=_qwen2_moe_fields,
+        fields=further.qwen2_moe,
     ),
     "qwen3moe": Family(
         "Qwen3MoeForCausalLM",
@@ -634,9 +395,9 @@ FAMILIES = {
         {},
         _EXPERTS,
         model_type="qwen3_moe",
-        fields=_qwen3_moe_fields,
+        fields=further.qwen3_moe,
     ),
-    "olmoe": Family("OlmoeForCausalLM", _ATTENTION | _PRE_NORMS | _QK_NORMS, {}, _EXPERTS, fields=_olmoe_fields),
+    "olmoe": Family("OlmoeForCausalLM", _ATTENTION | _PRE_NORMS | _QK_NORMS, {}, _EXPERTS, fields=further.olmoe),
     "granitemoe": _GRANITE_MOE,
     "granitemoe with shared experts": replace(
         _GRANITE_MOE,
@@ -648,7 +409,7 @@ FAMILIES = {
             "ffn_up_shexp": "shared_mlp.up_proj",
             "ffn_down_shexp": "shared_mlp.output_linear",
         },
-        fields=_granite_moe_shared_fields,
+        fields=further.granite_moe_shared,
     ),
     "glm4moe": Family(
         "Glm4MoeForCausalLM",
@@ -664,14 +425,14 @@ FAMILIES = {
         biases={"attention_bias": _OF_QKV},
         model_type="glm4_moe",
         rotates_part=True,
-        fields=_glm4_moe_fields,
+        fields=further.glm4_moe,
     ),
     "dots1": Family(
         "Dots1ForCausalLM",
         _ATTENTION | _PRE_NORMS | _QK_NORMS,
         _GATED,
         _CORRECTED_EXPERTS,
-        fields=_deepseek_moe_fields,
+        fields=further.deepseek_moe,
     ),
     "ernie4_5-moe": Family(
         "Ernie4_5_MoeForCausalLM",
@@ -680,7 +441,7 @@ FAMILIES = {
         {**_CORRECTED_EXPERTS, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
         one_row=frozenset({"exp_probs_b"}),
         model_type="ernie4_5_moe",
-        fields=_ernie_moe_fields,
+        fields=further.ernie_moe,
     ),
     "minimax-m2": Family(
         "MiniMaxM2ForCausalLM",
@@ -689,7 +450,7 @@ FAMILIES = {
         {**_MIXTRAL_EXPERTS, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
         model_type="minimax_m2",
         rotates_part=True,
-        fields=_minimax_m2_fields,
+        fields=further.minimax_m2,
     ),
     "gpt-oss": Family(
         "GptOssForCausalLM",
@@ -704,7 +465,7 @@ FAMILIES = {
         biases={"": (*_OF_ATTENTION, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")},
         model_type="gpt_oss",
         has_windows=True,
-        fields=_gpt_oss_fields,
+        fields=further.gpt_oss,
     ),
 }
 

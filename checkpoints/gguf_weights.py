@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from .folder import CheckpointError, quoted
 from .gguf_blocks import READERS
 from .gguf_config import LONG_FACTORS, SHORT_FACTORS, read_shape
-from .gguf_families import GATE_UP, ROPE_FACTORS, Family, ModelShape, family_of
+from .gguf_families import ROPE_FACTORS, Family, family_of
+from .gguf_family_fields import GATE_UP, ModelShape
 from .gguf_file import TENSOR_TYPES, GgufFile, GgufTensor
 from .stored import Grouping, Groups, Rows, StoredColumns, StoredTensor, widened
 
