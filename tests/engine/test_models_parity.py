@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from pagoda_server.engine.core.errors import ConfigError
 from pagoda_server.engine.core.sequence import EndReason, SamplingParams, Sequence
 from pagoda_server.engine.models import FAMILIES
-from pagoda_server.engine.models.decoder import ExpertMLP
+from pagoda_server.engine.models.feed_forward import ExpertMLP
 from pagoda_server.engine.models.rope import Rope
 from pagoda_server.engine.runners.cpu.runner import ModelRunner
 from pagoda_server.engine.runners.loaded_model import load_for_serving
