@@ -1,13 +1,13 @@
 """Copies from host memory that sequences need before they compute, shared out over steps.
 
 A sequence that starts with many blocks in host memory would lengthen one step for all others. Beside decodes a step
-therefore makes only so many copies (engine/scheduling/pacing.py), in the order in which the sequences started, and a
-sequence has no chunk before the step with its last copies. Its host blocks are held until a step of it is committed.
+therefore makes only so many copies (engine/scheduling/pacing.py), those of the highest rank first, and a sequence has
+no chunk before the step with its last copies. Its host blocks are held until a step of it is committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..core.sequence import Sequence
 from ..core.step import Chunk
@@ -36,8 +36,12 @@ class HostLoads:
         self._wanted.pop(seq.id, None)
         self._begun.pop(seq.id, None)
 
-    def late(self, most: int) -> set[int]:
-        """Return the sequences that cannot compute in the next step, if it makes so many copies at most."""
+    def late(self, most: int, rank: Callable[[Sequence], float]) -> set[int]:
+        """Return the sequences that cannot compute in the next step, if it makes so many copies at most.
+
+        rank  the policy's; among equals the one that started first comes first
+        """
+        self._wanted = dict(sorted(self._wanted.items(), key=lambda item: -rank(item[1][0])))
         late, count = set(), 0
         for id, (_, pairs) in self._wanted.items():
             count += len(pairs)

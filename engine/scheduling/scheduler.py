@@ -217,7 +217,7 @@ class Scheduler:
         if loads := self.host.loads:
             loading = {seq.id for seq in loads}
             most_loads = self._pacing.most_loads(seq for seq in running if seq.id not in loading)
-            late = loads.late(most_loads)
+            late = loads.late(most_loads, self.waiting.rank)
             running = [seq for seq in running if seq.id not in late]
         chunks = self._pacing.chunks(running, budget, self.waiting.rank, self._idle_plans)
         if self._speculation is not None:

@@ -47,8 +47,8 @@ def engine_with(*lengths: int) -> SteppedEngine:
     return there
 
 
-def fetching(here: SteppedEngine, length: int, seed: int) -> Sequence:
-    return here.add(prompt(length, seed), max_tokens=3, lender=Lender("there", length))
+def fetching(here: SteppedEngine, length: int, seed: int, priority: int = 0) -> Sequence:
+    return here.add(prompt(length, seed), max_tokens=3, lender=Lender("there", length), priority=priority)
 
 
 def loads_until_first_token(here: SteppedEngine, *seqs: Sequence) -> list[int]:
@@ -100,6 +100,19 @@ def test_where_no_stream_decodes_all_is_loaded_in_one_step() -> None:
     here = engine_beside(engine_with(SIZE * 50 + 1), 0, StepTime(0.01, 0.0001, 0.001), 0.001)
     loads = loads_until_first_token(here, fetching(here, SIZE * 50 + 1, 0))
     assert list(filter(None, loads)) == [50]
+
+
+def test_blocks_of_a_higher_rank_are_loaded_first() -> None:
+    """A stream that has come from another engine does not wait for the copies of those that are to come."""
+    there = engine_with(SIZE * 60 + 1, SIZE * 4 + 1)
+    here = engine_beside(there, 2, StepTime(0.01, 0.0001, 0.001), 0.001, num_tokens=200)
+    copy = fetching(here, SIZE * 60 + 1, 0, priority=-1)
+    while not here.step().loads:
+        pass
+    stream = fetching(here, SIZE * 4 + 1, 1)
+    assert len(loads_until_first_token(here, stream)) < 15
+    assert len(loads_until_first_token(here, copy)) > 20
+    here.run()
 
 
 @pytest.mark.parametrize("failure", ["at launch", "when read", "computed"])
