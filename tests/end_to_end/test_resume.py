@@ -268,11 +268,11 @@ def slowed(engine: psutil.Process) -> Iterator[None]:
     def brake() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             while not over.is_set():
-                used_s, until = processor_s(engine), time.monotonic() + 0.1
-                while not over.wait(0.001) and processor_s(engine) < used_s + 0.002 and time.monotonic() < until:
+                used_s, began = processor_s(engine), time.monotonic()
+                while not over.wait(0.001) and processor_s(engine) < used_s + 0.002 and time.monotonic() < began + 0.1:
                     pass
                 engine.suspend()
-                over.wait(0.04)
+                over.wait(max(0.005, began + 0.042 - time.monotonic()))
                 engine.resume()
 
     braking = threading.Thread(target=brake)
