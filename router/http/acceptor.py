@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import ssl
 import time
@@ -16,6 +17,8 @@ from collections.abc import Callable
 
 PARSING_S = 0.0005  # in a turn; the handlers that it starts run in the next one, and refuse in ten times that time
 ACCEPTS = 4  # connections in a turn; each takes about 150 µs
+HANDSHAKE_S = 10.0  # that a client has for TLS, before its connection counts and has times of its own
+MAX_HANDSHAKES = min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # at once; further ones are closed
 FULL_S = 0.1  # until the next try to accept, when this process has no file left
 
 
@@ -139,6 +142,9 @@ class Acceptor:
             accepted, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return False
+        if len(self._connecting) >= MAX_HANDSHAKES:
+            accepted.close()
+            return True
         accepted.setblocking(False)
         task = self._loop.create_task(self._connect(accepted))
         self._connecting.add(task)
@@ -146,5 +152,8 @@ class Acceptor:
         return True
 
     async def _connect(self, accepted: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the client has gone, or does not speak TLS
-            await self._loop.connect_accepted_socket(self._make_protocol, accepted, ssl=self._tls)
+        limit_s = HANDSHAKE_S if self._tls is not None else None
+        with contextlib.suppress(OSError):  # the client has gone, does not speak TLS, or takes too long
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=limit_s
+            )

@@ -18,7 +18,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from pagoda_server.router.errors import ConfigError
-from pagoda_server.router.http import connection
+from pagoda_server.router.http import acceptor, connection
 from pagoda_server.router.http.server import HttpPort
 from pagoda_server.router.process.public_port import tls_context
 
@@ -272,6 +272,22 @@ def test_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch
         assert await kept[0][0].readuntil(b"xx\r\n0\r\n\r\n")
 
     run(App(), client)
+
+
+def test_half_a_handshake_is_given_up_and_many_are_too_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(acceptor, "MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 2.0)
+    certificate = trustme.CA().issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(str(tmp_path / "key"))
+    certificate.cert_chain_pems[0].write_to_path(str(tmp_path / "cert"))
+
+    async def client(port: HttpPort) -> list[float]:
+        clients = [await opened(port, b"\x16\x03\x01\x02") for _ in range(4)]
+        return await asyncio.gather(*(time_until_closed(reader) for reader, _ in clients))
+
+    *given_up, refused = run(App(), client, tls_context(str(tmp_path / "cert"), str(tmp_path / "key")))
+    assert refused < 1.0 < min(given_up)
+    assert max(given_up) < SOON_S / 2
 
 
 def test_the_server_stops_in_spite_of_an_answer_without_end(caplog: pytest.LogCaptureFixture) -> None:
