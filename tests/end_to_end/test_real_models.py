@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.thorough
 
 COUNT = 16  # tokens of a continuation
 NEAR_TIE = 1e-3  # between the two greatest logits of transformers: the order of sums may decide
+FLOAT32 = ("--dtype", "float32", "--quantization", "none", "--kv-cache-gb", "0.3")
 FILES = {"Qwen2.5-Coder": qwen_gguf, "Gemma 3 270M": gemma_gguf}
 PROMPTS = [
     "The capital of Sweden is",
@@ -96,13 +98,35 @@ def references(
     return [Continuation(*each) for each in zip(tokens, gaps, strict=True)]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_greedy_tokens_are_transformers_alone_and_in_one_batch(name: str, tmp_path: Path) -> None:
-    path = FILES[name]()
-    write_dequantized(resolve(str(path)), tmp_path)
-    expected = references(tmp_path)
-    arguments = ("--model", str(path), "--dtype", "float32", "--quantization", "none", "--kv-cache-gb", "0.3")
-    with running_server(*arguments) as server, grpc.insecure_channel(server.address) as channel:
+@dataclass(frozen=True)
+class Model:
+    """
+    path      its GGUF file
+    folder    the same for transformers, in float32
+    expected  what transformers continues PROMPTS with
+    """
+
+    path: Path
+    folder: Path
+    expected: list[Continuation]
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path, folder = FILES[request.param](), tmp_path_factory.mktemp("model")
+    try:
+        write_dequantized(resolve(str(path)), folder)
+        yield Model(path, folder, references(folder))
+    finally:
+        shutil.rmtree(folder)  # of two gigabytes
+
+
+@pytest.mark.parametrize("model", FILES, indirect=True)
+def test_greedy_tokens_are_transformers_alone_and_in_one_batch(model: Model) -> None:
+    with (
+        running_server("--model", str(model.path), *FLOAT32) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
         inference = inference_pb2_grpc.InferenceStub(channel)
 
         def tokens(prompt: str) -> list[int]:
@@ -112,9 +136,9 @@ def test_greedy_tokens_are_transformers_alone_and_in_one_batch(name: str, tmp_pa
 
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             crowd = list(pool.map(tokens, PROMPTS))
-        alone = {at: tokens(PROMPTS[at]) for at in range(0, len(PROMPTS), 6)}
+        alone = {at: tokens(PROMPTS[at]) for at in range(0, len(PROMPTS), 10)}
     ties = 0
-    for at, (prompt, wanted) in enumerate(zip(PROMPTS, expected, strict=True)):
+    for at, (prompt, wanted) in enumerate(zip(PROMPTS, model.expected, strict=True)):
         sure = next((place for place, gap in enumerate(wanted.gaps) if gap < NEAR_TIE), COUNT)
         ties += sure < COUNT
         for found in (crowd[at], alone.get(at, crowd[at])):
@@ -123,19 +147,19 @@ def test_greedy_tokens_are_transformers_alone_and_in_one_batch(name: str, tmp_pa
     assert ties <= 2, "most prompts are compared to their ends"
 
 
-def test_greedy_tokens_with_an_adapter_are_those_of_merged_weights_beside_the_models_own(tmp_path: Path) -> None:
-    path, prompts = qwen_gguf(), PROMPTS[::3]
-    write_dequantized(resolve(str(path)), tmp_path)
+@pytest.mark.parametrize("model", ["Qwen2.5-Coder"], indirect=True)
+def test_greedy_tokens_with_an_adapter_are_those_of_merged_weights_beside_the_models_own(
+    model: Model, tmp_path: Path
+) -> None:
+    prompts, base = PROMPTS[::3], model.expected[::3]
     sizes = {"self_attn.q_proj": (896, 896), "self_attn.v_proj": (896, 128), "mlp.down_proj": (4864, 896)}
     modules = {f"model.layers.{layer}.{name}": size for layer in range(24) for name, size in sizes.items()}
     pairs = random_pairs(modules, rank=8, size=0.02)
     adapter = write_adapter(tmp_path / "adapter", pairs, r=8, lora_alpha=16, target_modules=[*sizes])
-    base = references(tmp_path, prompts)
-    adapted = references(tmp_path, prompts, lambda model: merged(model, pairs, scale_of(16, 8)))
+    adapted = references(model.folder, prompts, lambda model: merged(model, pairs, scale_of(16, 8)))
     assert sum(one.tokens != other.tokens for one, other in zip(base, adapted, strict=True)) > len(prompts) / 2
-    arguments = ("--model", str(path), "--dtype", "float32", "--quantization", "none", "--kv-cache-gb", "0.3")
     with (
-        running_server(*arguments, "--lora", f"mine={adapter}") as server,
+        running_server("--model", str(model.path), *FLOAT32, "--lora", f"mine={adapter}") as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         inference = inference_pb2_grpc.InferenceStub(channel)
@@ -171,17 +195,23 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def qwens_tokenizer() -> Any:
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(resolve(str(qwen_gguf())))
+
+
 @pytest.mark.parametrize("tools", [[], TOOLS[:1], TOOLS], ids=["no tools", "one tool", "two tools"])
 @pytest.mark.parametrize("system", [None, "You answer in Swedish."])
-def test_the_template_with_tools_gives_the_ids_of_transformers(system: str | None, tools: list[dict[str, Any]]) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = resolve(str(qwen_gguf()))
+def test_the_template_with_tools_gives_the_ids_of_transformers(
+    system: str | None, tools: list[dict[str, Any]], qwens_tokenizer: Any
+) -> None:
     messages = [] if system is None else [Message("system", system)]
     messages += [Message("user", "Hello"), Message("assistant", "Hej!"), Message("user", "Is it raining in Göteborg?")]
-    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+    expected = qwens_tokenizer.apply_chat_template(
         [{"role": message.role, "content": message.content} for message in messages],
         tools=tools or None,
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert Tokenizer(folder).encode_chat(Chat(tuple(messages), tools=tuple(tools))) == expected
+    ours = Tokenizer(resolve(str(qwen_gguf())))
+    assert ours.encode_chat(Chat(tuple(messages), tools=tuple(tools))) == expected
