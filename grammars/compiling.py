@@ -5,6 +5,7 @@ The router checks a grammar with the same code and the same limits with which th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -99,7 +100,9 @@ def grammar_of(format: str, value: str | Sequence[str]) -> str:
     if format == "choice":  # one terminal, whose size does not slow its steps. U+007F must be escaped in Lark
         options = " | ".join(json.dumps(option, ensure_ascii=False).replace("\x7f", r"\u007f") for option in value)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
-    for schema in schemas_in(str(value), Decimal):
+    with _refusing_large_exponents():
+        schemas = schemas_in(str(value), Decimal)
+    for schema in schemas:
         _check_keywords(schema)
         if place := _narrow_bounds(schema):
             raise GrammarError(f"has a bound at {place} of a %json that would not be kept: it lies between two doubles")
@@ -186,9 +189,9 @@ def _check_keywords(schema: object) -> None:
             raise GrammarError(f"has {_STYLE} at {place}: it must be an object, and at the top of the schema")
         elif key in _LENGTHS and isinstance(holder[key], int | Decimal) and holder[key] > _MOST_UINT32:
             raise GrammarError(f"has {_shown(holder[key])} at {place}, at most {_MOST_UINT32} is allowed")
-        elif key == "multipleOf" and isinstance(holder[key], int | Decimal) and not _is_divisor(holder[key]):
-            why = f"{_shown(holder[key])} must be above 0, with few digits"
-            raise GrammarError(f"has a number at {place} that cannot be followed: {why}")
+        elif key == "multipleOf" and isinstance(number := holder[key], int | Decimal) and not _is_divisor(number):
+            why = "must be above 0" if number <= 0 else "has too many digits as a double"
+            raise GrammarError(f"has a number at {place} that cannot be followed: {_shown(number)} {why}")
 
 
 def _narrow_bounds(schema: object) -> str:
@@ -233,7 +236,12 @@ def _shown(number: int | Decimal) -> str:
 
 
 def _is_divisor(number: int | Decimal) -> bool:
-    """Whether llguidance can make a number whole, which it multiplies by 10 as a double until it is."""
+    """Whether llguidance can make a number whole, which it multiplies by 10 as a double until it is.
+
+    It names true and false as such itself.
+    """
+    if isinstance(number, bool):
+        return True
     if not 0 < number <= _MOST_UINT32 or not (whole := float(number)):
         return False
     while whole % 1:
@@ -250,7 +258,9 @@ def _is_exact(number: int | Decimal) -> bool:
 
 def _schema_grammar(schema: str) -> str:
     value = _read_schema(schema)
-    _check_keywords(json.loads(schema, parse_float=Decimal))
+    with _refusing_large_exponents():
+        exact = json.loads(schema, parse_float=Decimal)
+    _check_keywords(exact)
     if _narrow_bounds(value):
         schema = json.dumps(value)
     try:
@@ -259,6 +269,15 @@ def _schema_grammar(schema: str) -> str:
         if found := _NOT_JSON.fullmatch(str(error)):
             raise GrammarError(f"is not JSON: {found[2]} at line {found[3]}, column {found[4]}") from None
         raise GrammarError(_explained(str(error))) from None
+
+
+@contextlib.contextmanager
+def _refusing_large_exponents() -> Iterator[None]:
+    """Raise GrammarError where a number becomes no Decimal: an exponent has 18 digits at most."""
+    try:
+        yield
+    except InvalidOperation:
+        raise GrammarError("has a number whose exponent is too large") from None
 
 
 def _read_schema(schema: str) -> object:
@@ -375,7 +394,7 @@ def _explained(error: str, grammar: str = "") -> str:
         return f"has a regular expression that cannot be used: {what}{place}"
     if found := re.match(r"Unimplemented keys: (\[.*\])", error):
         key = json.loads(found[1])[0]
-        return f"uses the keyword {key!r}{_place(grammar, key)}, which is not supported"
+        return f"uses the keyword {key!r}{_at(_places(grammar, key)[:1])}, which is not supported"
     if found := re.match(r"(?:at )?(\d+)\((\d+)\): (?:invalid regex \".*?\" \(in regex\): )?([^\n]*)", error):
         what = found[3].partition("; following ")[0]
         if grammar.startswith(_OF_REGEX):  # the line is none of the client's
@@ -387,7 +406,8 @@ def _explained(error: str, grammar: str = "") -> str:
         what = "has a %json that is not JSON" if found[1] else "is not JSON"
         return f"{what}: {_first_line(found[2])} at line {found[3]}, column {found[4]}"
     named = re.search(r"'(\w+)'", error)
-    return f"cannot be used: {_first_line(error)}{_place(grammar, named[1]) if named else ''}"
+    places = _places(grammar, named[1]) if named else []
+    return f"cannot be used: {_first_line(error)}{_at(places) if len(places) == 1 else ''}"  # of several, one is wrong
 
 
 def _unsupported(found: re.Match[str]) -> str:
@@ -398,22 +418,18 @@ def _first_line(error: str) -> str:
     return error.split("\n", 1)[0][:_LONGEST_ERROR]
 
 
-def _place(grammar: str, key: str) -> str:
-    """Say where a JSON schema has a keyword, as a JSON pointer; nothing if it is nowhere."""
+def _places(grammar: str, key: str) -> list[str]:
+    """Return where a JSON schema has a keyword, each as the JSON pointer of what has it."""
     try:
         (whole,) = json.loads(grammar)["grammars"]
-        schemas: list[tuple[str, object]] = [("", whole["json_schema"])]
+        schema = whole["json_schema"]
     except (ValueError, KeyError, TypeError):
-        return ""
-    while schemas:
-        pointer, value = schemas.pop()
-        if isinstance(value, dict):
-            if key in value:
-                return f" at {pointer or '/'}"
-            schemas += [(f"{pointer}/{name}", each) for name, each in value.items()]
-        elif isinstance(value, list):
-            schemas += [(f"{pointer}/{index}", each) for index, each in enumerate(value)]
-    return ""
+        return []
+    return [place.removesuffix(f"/{key}") for place, _, name in _keywords(schema) if name == key]
+
+
+def _at(places: list[str]) -> str:
+    return "".join(f" at {place or '/'}" for place in places)
 
 
 def _depth_exceeds(value: object, depth: int) -> bool:

@@ -114,9 +114,23 @@ async def test_an_error_in_gbnf_names_the_clients_line(tokenizer: Tokenizer, gra
             "has 1000000000000000000 at /maxLength, at most 42949672",
         ),
         ("json_schema", '{"items": {"maxLength": -1}}', "'maxLength', got -1 at /items"),
+        (
+            "json_schema",
+            '{"properties": {"maxLength": {"maxLength": -1}}, "required": ["maxLength"]}',
+            "got -1 at /properties/maxLength",
+        ),
+        ("json_schema", '{"properties": {"if": {"type": "string"}, "a": {"if": {}}}}', "'if' at /properties/a, which"),
         ("regex", "(?:a?){500}a{500}", "is too complex: lexer error: too many expressions constructed"),
-        ("json_schema", '{"multipleOf": 1e-300}', "has a number at /multipleOf that cannot be followed: 1E-300 must"),
-        ("json_schema", '{"items": {"multipleOf": -1}}', "has a number at /items/multipleOf that cannot be followed"),
+        ("json_schema", '{"multipleOf": 1e-300}', "has a number at /multipleOf that cannot be followed: 1E-300 has"),
+        ("json_schema", '{"multipleOf": 0.07}', "followed: 0.07 has too many digits as a double"),
+        ("json_schema", '{"multipleOf": false}', "Expected f64 for 'multipleOf', got false"),
+        ("json_schema", '{"const": 1e9999999999999999999}', "has a number whose exponent is too large"),
+        ("ebnf_grammar", 'start: %json {"const": 1e9999999999999999999}', "has a number whose exponent is too large"),
+        (
+            "json_schema",
+            '{"items": {"multipleOf": -1}}',
+            "at /items/multipleOf that cannot be followed: -1 must be above 0",
+        ),
         ("json_schema", '{"const": NaN}', "is not JSON: expected value at line 1, column 1"),
         ("ebnf_grammar", 'start: %json {"const": NaN}', "has a %json that is not JSON: expected value at line 1"),
     ],
@@ -127,6 +141,13 @@ async def test_an_error_names_what_the_client_has_written(
     with pytest.raises(InvalidArgument) as refused:
         await GrammarChecker(tokenizer).check(inference_pb2.Guided(**{format: value}))  # type: ignore[arg-type]
     assert message in refused.value.description
+
+
+async def test_a_keyword_that_stands_at_several_places_is_named_without_one(tokenizer: Tokenizer) -> None:
+    schema = '{"properties": {"a": {"maxLength": -1}, "b": {"maxLength": 5}}}'
+    with pytest.raises(InvalidArgument) as refused:
+        await GrammarChecker(tokenizer).check(inference_pb2.Guided(json_schema=schema))
+    assert refused.value.description.endswith("'maxLength', got -1")
 
 
 def schema_of(number: str, keyword: str = "const") -> str:
