@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Seconds that a client has. They differ, because a change from one to another starts a time.
 HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come
 IDLE_S = 75  # to send the next request in; longer than a load balancer's minute, which would otherwise lose the race
-# To send the rest of a body whose request has been answered. A client that sends so many bytes in it has it again, so
-# many times: it may read nothing before it has sent all, and would miss the answer.
+# To send the rest of a body whose request has been answered. The time starts again up to MAX_LINGERS times, if
+# LINGER_BYTES have come in it: a client that reads nothing before it has sent all would miss the answer.
 LINGER_S, LINGER_BYTES, MAX_LINGERS = 5.0, 64 << 10, 12
 MAX_HEADER_BYTES = 32 << 10  # of a request's line and headers together
 PIECE_BYTES = 8 << 10  # parsed at once: a body of one byte a chunk takes 1 ms then
@@ -188,7 +188,8 @@ class Connection(HttpToolsProtocol):
             if each is not None and not each.response_complete:
                 each.disconnected = True
                 each.message_event.set()
-        if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
+        is_answered = cycle is None or cycle.response_complete  # then the rest of its body gets no answer of its own
+        if not self._is_in_body if is_answered else not (cycle.response_started or self.pipeline):
             refused = refusal(self._refusal)
             headers = [*self.server_state.default_headers, *refused.headers, (b"connection", b"close")]
             lines = [b"%s: %s\r\n" % header for header in headers]
@@ -224,9 +225,10 @@ class Connection(HttpToolsProtocol):
             self._refusal = _UPGRADE
         if self._refusal is not _MALFORMED:
             raise ValueError("the request is refused")
-        self._is_in_headers, self._is_in_body, self._num_unfinished = False, True, 0
+        self._is_in_headers, self._num_unfinished = False, 0
         self._num_body_left = int(dict(self.headers).get(b"content-length", b"0"))
         super().on_headers_complete()
+        self._is_in_body = True
         self.cycle.transport = self._closing  # type: ignore[assignment]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:

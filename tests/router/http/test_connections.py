@@ -470,6 +470,21 @@ def test_what_follows_a_body_or_stands_between_its_chunks_is_bounded(endless: by
     assert run(Reader(), client).startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.parametrize(
+    ("first", "wrong", "status"), [(CHUNKED, b"no size\r\n", b""), (REQUEST, b"GET /\xff HTTP/1.1\r\n\r\n", b"400 ")]
+)
+def test_what_is_wrong_behind_an_answer_is_answered_if_it_is_a_request(
+    first: bytes, wrong: bytes, status: bytes
+) -> None:
+    async def client(port: HttpPort) -> bytes:
+        reader, writer = await opened(port, first)
+        assert await reader.readuntil(b"xx\r\n0\r\n\r\n")
+        writer.write(wrong)
+        return await reader.read()
+
+    assert run(App(), client).removeprefix(b"HTTP/1.1 ")[:4] == status
+
+
 def test_fields_behind_a_body_are_none_of_the_headers() -> None:
     app = Reader()
 
