@@ -210,6 +210,11 @@ class RouterSettings(CommonSettings):
         "Continue a stream that has begun on another engine when its own is lost, if both have the same weights in the "
         "same precision. A request that has not begun goes to another engine either way.",
     )
+    mixed_failover: bool = setting(
+        False,
+        "With --mixed-engines, continue such a stream in another precision if no engine with its own is ready. Its "
+        "tokens may then be others than those that the lost engine would have computed.",
+    )
     failover_wait_s: float = setting(
         0.0,
         "Seconds that a request whose engine was lost waits for one that can take it, if none is ready.",
@@ -347,6 +352,8 @@ class RouterSettings(CommonSettings):
         super().__post_init__()
         if self.channel_tls_name is not None and self.channel_tls_cert is None:
             raise SettingError("--channel-tls-name needs --channel-tls-cert")
+        if self.mixed_failover and not self.mixed_engines:
+            raise SettingError("--mixed-failover needs --mixed-engines")
         if self.quota_hosts > 1 and not self.tenants_file:
             raise SettingError("--quota-hosts needs --tenants-file, which says who has which quotas")
         if self.quotas_file and not self.tenants_file:

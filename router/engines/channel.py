@@ -145,9 +145,12 @@ class EngineChannel:
         """Seconds since the engine was lost, or else since it has been looked for."""
         return 0.0 if self.is_ready else time.monotonic() - self._away_since
 
-    def may_continue(self, begun: control_pb2.EngineInfo) -> bool:
-        """Whether the engine is ready, and may continue a stream that one which reported this has begun."""
-        return self.info is not None and may_continue(self.info, begun)
+    def may_continue(self, begun: control_pb2.EngineInfo, *, mixes: bool) -> bool:
+        """Whether the engine is ready, and may continue a stream that one which reported this has begun.
+
+        mixes  in another precision, too
+        """
+        return self.info is not None and may_continue(self.info, begun, mixes=mixes)
 
     @property
     def retry_after_s(self) -> float | None:

@@ -112,6 +112,7 @@ class Engines(ABC):
         asked: Asked | None = None,
         like: control_pb2.EngineInfo | None = None,
         *,
+        mixes: bool = False,
         has_begun: bool = False,
     ) -> EngineChannel:
         """Pick an engine. Raises Unavailable if none is ready.
@@ -119,6 +120,7 @@ class Engines(ABC):
         avoid  engines that get the request only if no other is ready
         asked  what is known of the request; None: nothing
         like   what an engine reported whose tokens the picked one must continue; None: any may be picked
+        mixes  one with the same weights in another precision may continue them if no other is ready
         has_begun  the request has output
         """
         if not avoid and like is None:
@@ -126,7 +128,8 @@ class Engines(ABC):
         else:
             ready = self._candidates(has_begun=has_begun)
             if like is not None:
-                ready = [channel for channel in ready if channel.may_continue(like)]
+                same = [channel for channel in ready if channel.may_continue(like, mixes=False)]
+                ready = same or [channel for channel in ready if mixes and channel.may_continue(like, mixes=True)]
                 if not ready:
                     raise self._unavailable("no engine of the same kind is ready")
             candidates = _prompt_ones([channel for channel in ready if channel not in avoid] or ready)

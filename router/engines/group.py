@@ -67,11 +67,14 @@ class Identity:
         return True
 
 
-def may_continue(engine: control_pb2.EngineInfo, other: control_pb2.EngineInfo) -> bool:
-    """Whether an engine may continue a stream that another one has begun: answers agree, as far as both say."""
+def may_continue(engine: control_pb2.EngineInfo, other: control_pb2.EngineInfo, *, mixes: bool = False) -> bool:
+    """Whether an engine may continue a stream that another one has begun: answers agree, as far as both say.
+
+    mixes  whether the same weights in another precision will do
+    """
     one, two = Identity.of(engine), Identity.of(other)
     if one.is_known or two.is_known:
-        return (one.weights, one.precision) == (two.weights, two.precision)
+        return one.weights == two.weights and (mixes or one.precision == two.precision)
     return _likeness(engine) == _likeness(other)
 
 

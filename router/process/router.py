@@ -151,7 +151,10 @@ class Router:
             )
             self._waiting = Waiting(self._config.engine_wait_s, mark_of(self._config.engine))
             self._failover = Failover(
-                continues=self._config.failover, wait_s=self._config.failover_wait_s, waiting=self._waiting
+                continues=self._config.failover,
+                wait_s=self._config.failover_wait_s,
+                mixes=self._config.mixed_failover,
+                waiting=self._waiting,
             )
             self._migrations = Migrations(is_on=self._config.failover)
             self._engine_groups = {

@@ -13,10 +13,16 @@ from pagoda.v1 import control_pb2
 from pagoda_server.router.engines.group import may_continue
 from pagoda_server.router.errors import EngineLost, EnginesLost
 from pagoda_server.router.request.failover import Failover
+from pagoda_server.settings import ServeConfig, SettingError
 from tests.router.fleets import fleet_of
 
 INT8 = control_pb2.EngineInfo(model="m", dtype="bfloat16", kernel_backend="native-int8")
 FLOAT = control_pb2.EngineInfo(model="m", dtype="float32", kernel_backend="native")
+
+
+def of_precision(weights: str, dtype: str) -> control_pb2.EngineInfo:
+    precision = control_pb2.Precision(weights=dtype, dtype="bfloat16")
+    return control_pb2.EngineInfo(weights_fingerprint=weights, precision=precision)
 
 
 @dataclass(eq=False)
@@ -37,24 +43,30 @@ class Engine:
     def takes_requests(self) -> bool:
         return self.is_ready and not self.is_leaving and not self.says_goodbye
 
-    def may_continue(self, begun: control_pb2.EngineInfo) -> bool:
-        return may_continue(self.info, begun)
+    def may_continue(self, begun: control_pb2.EngineInfo, *, mixes: bool) -> bool:
+        return may_continue(self.info, begun, mixes=mixes)
 
 
 async def moved(
     *engines: Engine,
     has_begun: bool = True,
     continues: bool = True,
+    mixes: bool = False,
     wait_s: float = 0.0,
     num_losses: int = 1,
     timeout_s: float | None = None,
 ) -> Any:
     """The engine to which a request goes that has lost the first one of these."""
-    failover = Failover(continues=continues, wait_s=wait_s)
+    failover = Failover(continues=continues, wait_s=wait_s, mixes=mixes)
     lost: Any = engines[0]
     try:
         return await failover.elsewhere(
-            fleet_of(*engines), lost, EngineLost(INT8), num_losses=num_losses, has_begun=has_begun, timeout_s=timeout_s
+            fleet_of(*engines),
+            lost,
+            EngineLost(lost.info),
+            num_losses=num_losses,
+            has_begun=has_begun,
+            timeout_s=timeout_s,
         )
     finally:
         assert failover.outcomes.total() == 1
@@ -70,6 +82,20 @@ async def test_a_stream_that_has_begun_goes_on_only_where_the_same_is_computed()
     with pytest.raises(EngineLost):
         await moved(lost_one(), other)
     assert await moved(lost_one(), other, has_begun=False) is other
+
+
+async def test_a_stream_goes_on_in_another_precision_only_if_asked_to_and_if_no_engine_has_its_own() -> None:
+    lost, float32, int8, tuned = (
+        Engine(of_precision(weights, dtype), is_ready=at > 0, num_sequences=at)
+        for at, (weights, dtype) in enumerate((("w", "int8"), ("w", "float32"), ("w", "int8"), ("tuned", "int8")))
+    )
+    assert await moved(lost, float32, int8, tuned, mixes=True) is int8, "it has more to do, and the same precision"
+    assert await moved(lost, float32, tuned, mixes=True) is float32
+    for engines, mixes in (((lost, float32, tuned), False), ((lost, tuned), True)):
+        with pytest.raises(EngineLost):
+            await moved(*engines, mixes=mixes)
+    with pytest.raises(SettingError, match="--mixed-failover needs --mixed-engines"):
+        ServeConfig(mixed_failover=True)
 
 
 async def test_without_failover_only_what_has_not_begun_goes_on() -> None:
