@@ -16,8 +16,6 @@ from .errors import HttpError, refusal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from uvicorn._types import ASGI3Application
-
 # Seconds that a client has. They differ, because a change from one to another starts a time.
 HEADERS_S = 10.0  # to send a request's headers in, once the connection is open or the first byte has come
 IDLE_S = 75  # to send the next request in; longer than a load balancer's minute, which would otherwise lose the race
@@ -227,13 +225,12 @@ class Connection(HttpToolsProtocol):
             raise ValueError("the request is refused")
         self._is_in_headers, self._num_unfinished = False, 0
         self._num_body_left = int(dict(self.headers).get(b"content-length", b"0"))
+        waits = self.cycle is not None and not self.cycle.response_complete
         super().on_headers_complete()
         self._is_in_body = True
+        if not waits:
+            self._served = self.cycle
         self.cycle.transport = self._closing  # type: ignore[assignment]
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._served = cycle
-        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_left -= len(body)
@@ -261,6 +258,8 @@ class Connection(HttpToolsProtocol):
     # -- times -------------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._served = self.pipeline[-1][0]
         super().on_response_complete()
         if (self.flow.is_held or self._unparsed) and not self.pipeline:
             self._await_turn()

@@ -369,6 +369,7 @@ def exchanged(port: HttpPort, sent: bytes, silence_s: float = 1.0) -> bytes:
     return found
 
 
+SHORT = b"POST /a HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -496,12 +497,12 @@ def test_fields_behind_a_body_are_none_of_the_headers() -> None:
     assert app.names == {b"host", b"transfer-encoding"}
 
 
-@pytest.mark.parametrize("behind", [REQUEST, REQUEST + b"\0"])
-def test_a_request_that_another_one_follows_learns_that_its_client_has_gone(behind: bytes) -> None:
+@pytest.mark.parametrize("parts", [(REQUEST, REQUEST), (REQUEST, REQUEST + b"\0"), (SHORT, b"x" + 2 * REQUEST)])
+def test_a_request_that_another_one_follows_learns_that_its_client_has_gone(parts: tuple[bytes, ...]) -> None:
     app = Reader()
 
     async def client(port: HttpPort) -> None:
-        _, writer = await opened(port, REQUEST, behind)
+        _, writer = await opened(port, *parts)
         writer.close()
         await asyncio.wait_for(app.left.wait(), SOON_S)
 
