@@ -216,7 +216,8 @@ class Scheduler:
         running, most_loads = self._unfinished(), 0
         if loads := self.host.loads:
             loading = {seq.id for seq in loads}
-            most_loads = self._pacing.most_loads(seq for seq in running if seq.id not in loading)
+            # Decodes that wait for a token of the step in flight wait for the next step, too.
+            most_loads = self._pacing.most_loads(seq for seq in self.running if seq.id not in loading)
             late = loads.late(most_loads, self.waiting.rank)
             running = [seq for seq in running if seq.id not in late]
         chunks = self._pacing.chunks(running, budget, self.waiting.rank, self._idle_plans)

@@ -7,28 +7,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda_server.engine.core.sequence import Lender, Sequence
+from pagoda_server.engine.core.step import Chunk
+from pagoda_server.engine.drafting import Speculation
 from pagoda_server.engine.loop.steps_in_flight import StepsInFlight
-from pagoda_server.engine.runners.synthetic import StepTime
+from pagoda_server.engine.runners.synthetic import StepTime, expected_tokens
 from pagoda_server.engine.scheduling.pacing import FIRST_LOADS, LOAD_PART
-from tests.engine.harness import SteppedEngine
+from pagoda_server.engine.timing.cost_model import CostModel
+from tests.engine.drafters import AlwaysDrafts, Oracle
+from tests.engine.harness import VOCAB_SIZE, SteppedEngine
 from tests.engine.test_scheduler import prompt
 from tests.engine.unreliable import UnreliableRunner
 
 SIZE = 4  # tokens of a block
 
 
-def small(step_time: StepTime, copy_s: float, lookahead: int = 0) -> SteppedEngine:
+def small(
+    step_time: StepTime, copy_s: float, lookahead: int = 0, speculation: Speculation | None = None
+) -> SteppedEngine:
     return SteppedEngine(
         num_blocks=1200, block_size=SIZE, token_budget=64, max_num_seqs=16, max_model_len=1000, host_blocks=600,
-        step_time=step_time, copy_s=copy_s, lookahead=lookahead, lenders={},
+        step_time=step_time, copy_s=copy_s, lookahead=lookahead, speculation=speculation, lenders={},
     )  # fmt: skip
 
 
 def engine_beside(
-    there: SteppedEngine, decodes: int, step_time: StepTime, copy_s: float, lookahead: int = 0, num_tokens: int = 60
+    there: SteppedEngine,
+    decodes: int,
+    step_time: StepTime,
+    copy_s: float,
+    lookahead: int = 0,
+    num_tokens: int = 60,
+    speculation: Speculation | None = None,
 ) -> SteppedEngine:
     """An engine with so many streams, which has computed prompts, and can fetch from the other one."""
-    here = small(step_time, copy_s, lookahead)
+    here = small(step_time, copy_s, lookahead, speculation)
     assert here.peers is not None
     here.peers._lenders["there"] = there
     for at in range(decodes):
@@ -100,6 +112,25 @@ def test_where_no_stream_decodes_all_is_loaded_in_one_step() -> None:
     here = engine_beside(engine_with(SIZE * 50 + 1), 0, StepTime(0.01, 0.0001, 0.001), 0.001)
     loads = loads_until_first_token(here, fetching(here, SIZE * 50 + 1, 0))
     assert list(filter(None, loads)) == [50]
+
+
+class DraftTogether(AlwaysDrafts):
+    """Where steps overlap, all decodes wait for their last tokens, and are in every other step."""
+
+    def holds(self, decodes: list[Chunk], costs: CostModel, num_running: int) -> list[Chunk]:
+        return decodes
+
+
+def test_streams_that_wait_for_the_step_in_flight_are_beside_the_next_one_too() -> None:
+    oracle = Oracle(lambda seq, count: expected_tokens(seq.tokens, count, VOCAB_SIZE), 0.5, VOCAB_SIZE)
+    speculation = DraftTogether(oracle, 4, VOCAB_SIZE)
+    there, step_time = engine_with(SIZE * 50 + 1), StepTime(0.01, 0.0001, 0.001)
+    here = engine_beside(there, 2, step_time, 0.0001, lookahead=1, num_tokens=400, speculation=speculation)
+    seq = here.add(prompt(SIZE * 50 + 9, 0), max_tokens=3, lender=Lender("there", SIZE * 50))  # and computes 9 tokens
+    loads = loads_until_first_token(here, seq)
+    assert next(filter(None, loads)) == FIRST_LOADS
+    assert max(loads) < 30
+    assert sum(loads) == 50
 
 
 def test_blocks_of_a_higher_rank_are_loaded_first() -> None:
