@@ -377,7 +377,8 @@ class Scheduler:
         """
         if not self.waiting:
             return None
-        budget -= sum(seq.remaining_len for seq in self._unfinished())
+        loading = {seq.id for seq in self.host.loads}  # they compute nothing before the step with their last blocks
+        budget -= sum(seq.remaining_len for seq in self._unfinished() if seq.id not in loading)
         considered = 0
         while self.waiting:
             if considered >= MOST_CONSIDERED:

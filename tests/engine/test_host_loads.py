@@ -146,6 +146,19 @@ def test_blocks_of_a_higher_rank_are_loaded_first() -> None:
     here.run()
 
 
+def test_a_prompt_starts_while_a_longer_one_loads_its_blocks() -> None:
+    """The longer one computes more than a step holds, but not before its last block is there."""
+    there = engine_with(SIZE * 100 + 1)
+    here = engine_beside(there, 2, StepTime(0.01, 0.0001, 0.001), 0.002, num_tokens=400)
+    long = here.add(prompt(SIZE * 100 + 200, 0), max_tokens=3, lender=Lender("there", SIZE * 100))
+    while not here.step().loads:
+        pass
+    assert len(loads_until_first_token(here, here.add(prompt(100, 1), max_tokens=3))) < 5
+    assert len(loads_until_first_token(here, long)) > 50
+    here.run()
+    assert all(here.outputs[each] == here.expected(here.ended[each].seq) for each in here.outputs)
+
+
 @pytest.mark.parametrize("failure", ["at launch", "when read", "computed"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_failure_of_any_step_while_blocks_are_loaded_changes_no_token(failure: str, lookahead: int) -> None:
