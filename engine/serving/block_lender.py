@@ -69,8 +69,7 @@ class BlockLender(engine_pb2_grpc.BlocksServicer):
         self._num_calls += 1
         asked: deque[asyncio.Future[list[bytes]]] = deque()
         try:
-            async with asyncio.timeout(MOST_S):
-                await self._send(list(request.addresses), asked, context)
+            await self._send(list(request.addresses), asked, context)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the blocks were not taken within {MOST_S:g} s")
         finally:
@@ -80,16 +79,25 @@ class BlockLender(engine_pb2_grpc.BlocksServicer):
         """Send blocks up to the first one that is not cached.
 
         asked  gets the parts that the loop has been asked for and that have not been taken
+
+        Raises TimeoutError after MOST_S, but not before the block that is being sent: gRPC sends no status until then.
         """
+        until = asyncio.get_running_loop().time() + MOST_S
         parts = [addresses[start : start + self._at_a_time] for start in range(0, len(addresses), self._at_a_time)]
         calls = (asyncio.ensure_future(self._lend(part)) for part in parts)
         asked.extend(islice(calls, PARTS_ASKED))
         for part in parts:
-            contents = await asyncio.shield(asked[0])  # a call that ends meanwhile still waits for the loop: `_leave`
+            async with asyncio.timeout_at(until):
+                contents = await asyncio.shield(asked[0])  # a call that ends meanwhile waits for the loop: `_leave`
             asked.popleft()
             asked.extend(islice(calls, 1))
             for content in contents:
-                await context.write(engine_pb2.FetchedBlock(content=content, crc32=zlib.crc32(content)))
+                if asyncio.get_running_loop().time() > until:
+                    raise TimeoutError
+                try:
+                    await context.write(engine_pb2.FetchedBlock(content=content, crc32=zlib.crc32(content)))
+                except grpc.aio.BaseError:
+                    raise asyncio.CancelledError from None  # the call is over: gRPC logs any other exception
             if len(contents) < len(part):
                 return
 

@@ -8,7 +8,8 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -269,6 +270,58 @@ async def test_a_call_that_takes_too_long_ends_and_gives_its_place_back(
         engine.gate.set()  # the loop answers
         await asyncio.sleep(0)
         engine.gate.clear()
+
+
+LARGE = bytes(8 << 20)  # more than is sent to a borrower that reads nothing
+
+
+@pytest.fixture
+async def lends_large_blocks(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """What asks a lender for three large blocks."""
+
+    async def lend(addresses: list[bytes]) -> list[bytes]:
+        return [LARGE] * len(addresses)
+
+    server, lent = grpc.aio.server(), Lent(LAYOUT, len(LARGE), MOST)
+    engine_pb2_grpc.add_BlocksServicer_to_server(BlockLender(lend, lent, lambda context: True), server)
+    address = f"unix:{tmp_path / 'engine.sock'}"
+    server.add_insecure_port(address)
+    await server.start()
+    async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        request = asked([address_of(at) for at in range(3)])
+        yield partial(engine_pb2_grpc.BlocksStub(channel).Fetch, request)
+    await server.stop(0)
+
+
+async def test_calls_whose_blocks_are_not_taken_hold_their_places_until_one_is(
+    lends_large_blocks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC sends no status while it sends a block: a call that was ended then would stay open, and count no more."""
+    monkeypatch.setattr(block_lender, "MOST_S", 1.0)
+    calls = [lends_large_blocks() for _ in range(AT_ONCE)]
+    await asyncio.gather(*[call.initial_metadata() for call in calls])
+    await asyncio.sleep(1.2)
+    with pytest.raises(grpc.aio.AioRpcError, match="fetch blocks already"):
+        await _all(lends_large_blocks())
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError, match="were not taken within"):
+            await _all(call)
+    assert await _all(lends_large_blocks()) == [LARGE] * 3
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_borrower_that_gives_up_while_a_block_is_sent_leaves_no_traceback(
+    lends_large_blocks: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = [lends_large_blocks(timeout=0.5) for _ in range(AT_ONCE)]
+    assert [await call.code() for call in calls] == [grpc.StatusCode.DEADLINE_EXCEEDED] * AT_ONCE
+    got: list[bytes] = []
+    async with asyncio.timeout(30):
+        while not got:
+            with suppress(grpc.aio.AioRpcError):  # the lender has not heard of it yet
+                got = await _all(lends_large_blocks())
+    assert got == [LARGE] * 3
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(
