@@ -26,8 +26,8 @@ class GrammarMask:
     """The mask of one sequence's grammar. One thread uses it at a time.
 
     grammar     compiled
-    end_id      stands in masks for the end of the output; no sequence chooses it
-    vocab_size  ids from there on are not allowed
+    end_id      stands in masks for the end of the output
+    vocab_size  ids from there on are not allowed; `end_id` is one of them
     ahead       computes masks, if they take long while this thread does other things
     prompt_len  tokens before the output
     stop_ids    allowed wherever the output may end; below vocab_size
@@ -80,8 +80,6 @@ class GrammarMask:
         self._end_word, self._end_bit = end_id // 32, np.uint32(1 << end_id % 32)
         self._within = _bits(range(vocab_size - vocab_size % 32, vocab_size), num_words)
         self._within[: vocab_size // 32] = 0xFFFF_FFFF
-        if end_id < vocab_size:
-            self._within[self._end_word] &= ~self._end_bit
         self._stops = _bits(stop_ids, num_words)
 
     @property

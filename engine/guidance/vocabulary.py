@@ -17,12 +17,17 @@ from ...checkpoints.synthetic import letters_of_bytes
 
 END = "<|end of guided output|>"  # a token that llguidance allows where the grammar may end; no sequence chooses it
 
-_OPTIONS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
+# Without dropout, so that a text always has the same tokens.
+_OPTIONS = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
             "ignore_merges")  # fmt: skip
+_NO_PREFIX: dict[str, dict[str, Any]] = {
+    "ByteLevel": {"add_prefix_space": False},
+    "Metaspace": {"prepend_scheme": "never"},
+}
 
 
 class Vocabulary:
-    """The tokens of a tokenizer.json, and END.
+    """The tokens of a tokenizer.json, and END behind all ids that a model may have.
 
     Special tokens are no text: a grammar names them. Other added tokens are tokens like others if they are in the
     vocabulary; else they spell no text, and a grammar names them by their ids. llguidance would force any added token
@@ -37,7 +42,7 @@ class Vocabulary:
     def __init__(self, content: bytes, vocab_size: int) -> None:
         """
         content     of tokenizer.json
-        vocab_size  ids at least
+        vocab_size  ids at least, without END's
 
         Raises ValueError for a tokenizer whose decoder makes no bytes, and whatever the library raises.
         """
@@ -46,13 +51,13 @@ class Vocabulary:
         if isinstance(ids, list):  # of pairs, each a text and its score
             ids = {text: id for id, (text, _) in enumerate(ids)}
         names = _named(document.get("added_tokens") or [], ids)
-        self.eos_token_id = next(id for id, name in names.items() if name == END)
+        self.eos_token_id = end = max([vocab_size, *(id + 1 for id in (*ids.values(), *names))])
+        names[end] = END
         self.special_token_ids = list(names)
-        self.tokens = [b""] * max(vocab_size, max(names) + 1)
+        self.tokens = [b""] * (end + 1)
         bytes_of = _bytes_of(list(_flat(document.get("decoder"))))
         for text, id in ids.items():
-            if id < len(self.tokens):
-                self.tokens[id] = bytes_of(text)
+            self.tokens[id] = bytes_of(text)
         for id, name in names.items():
             self.tokens[id] = name.encode()
         self._encoder = _encoder(document)
@@ -70,10 +75,9 @@ class Vocabulary:
 
 
 def _named(added_tokens: list[dict[str, Any]], ids: dict[str, int]) -> dict[int, str]:
-    """The names of END, and of the added tokens that are no text, by id."""
+    """The names of the added tokens that are no text, by id."""
     # The library ignores empty texts, and takes the last of several tokens with one text.
     added = {token["content"]: token["special"] for token in added_tokens if token["content"]}
-    added[END] = True
     names, free = dict[int, str](), len(ids)
     for text, is_special in added.items():
         if not is_special and text in ids:
@@ -122,10 +126,7 @@ def _encoder(document: dict[str, Any]) -> Tokenizer:
     """
     model = document["model"]
     normalizers = [step for step in _flat(document.get("normalizer")) if step["type"] != "Prepend"]
-    splits = [
-        {**step, "prepend_scheme": "never"} if step["type"] == "Metaspace" else step
-        for step in _flat(document.get("pre_tokenizer"))
-    ]
+    splits = [step | _NO_PREFIX.get(step["type"], {}) for step in _flat(document.get("pre_tokenizer"))]
     is_bpe = model.get("type") == "BPE"
     plain: dict[str, Any] = {
         "version": "1.0",

@@ -182,12 +182,12 @@ class Vocabulary:
 @pytest.mark.parametrize("size", range(258, 258 + 64))
 def test_masks_have_the_words_that_llguidance_writes_at_every_size_of_a_vocabulary(size: int) -> None:
     tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary(size)))
-    found = Grammars(Path(), size)
+    found = Grammars(Path(), size - 1)
     found._tokenizer, found._ahead = tokenizer, MasksAhead(tokenizer.vocab_size)
     make = grammar(found, "a[b-d]{3}")
     mask = make(prompt_len=0)
     for output, expected in ((b"", b"a"), (b"a", b"bcd"), (b"ab", b"bcd")):
-        words = np.zeros(-(-size // 32), dtype=np.uint32)
+        words = np.zeros(-(-(size - 1) // 32), dtype=np.uint32)
         mask.fill([*output], words.data)
         ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         assert bytes(ids.tolist()) == expected, mask.fault

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagoda.v1 import inference_pb2
 from pagoda_server.checkpoints import resolve
+from pagoda_server.checkpoints.synthetic import letters_of_bytes
 from pagoda_server.engine.core.sequence import EndReason, Readout, Sequence
 from pagoda_server.engine.guidance import Grammars
 from pagoda_server.engine.guidance import vocabulary as vocabulary_of_grammars
@@ -454,8 +456,8 @@ def test_the_vocabulary_of_grammars_hides_named_text_and_keeps_every_id(model: m
     tokenizer.add_tokens(["b", "<tool>"])
     tokenizer.add_special_tokens(["<s>"])
     vocabulary = Vocabulary(tokenizer.to_str().encode(), 7)
-    assert vocabulary.tokens == [b"a", b"b", b"<[2]>", b"<s>", vocabulary_of_grammars.END.encode(), b"", b""]
-    assert (vocabulary.special_token_ids, vocabulary.eos_token_id) == ([2, 3, 4], 4)
+    assert vocabulary.tokens == [b"a", b"b", b"<[2]>", b"<s>", b"", b"", b"", vocabulary_of_grammars.END.encode()]
+    assert (vocabulary.special_token_ids, vocabulary.eos_token_id) == ([2, 3, 7], 7)
     assert vocabulary("ba") == [1, 0]
 
 
@@ -473,6 +475,41 @@ def test_forced_text_gets_no_prefix_and_no_special_tokens() -> None:
     assert vocabulary.tokens[:6] == [b" ", b"a", b"b", b" a", b"ab", b"\n"]
     assert vocabulary("ab a") == [4, 3]
     assert vocabulary("\u20ac\n") == [7, 8, 9, 5]
+
+
+@pytest.mark.parametrize(
+    ("splits", "space", "decoder"),
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), "\u0120", decoders.ByteLevel()),
+        (pre_tokenizers.Metaspace(prepend_scheme="always"), "\u2581", decoders.ByteFallback()),
+        (pre_tokenizers.Sequence([pre_tokenizers.Metaspace()]), "\u2581", decoders.ByteFallback()),
+    ],
+)
+def test_forced_text_gets_no_space_in_front_and_has_one_spelling(
+    splits: pre_tokenizers.PreTokenizer, space: str, decoder: decoders.Decoder
+) -> None:
+    pieces = {"a": 0, "b": 1, space: 2, "ab": 3}
+    tokenizer = Tokenizer(models.BPE(pieces, [("a", "b")], dropout=0.5))
+    tokenizer.pre_tokenizer, tokenizer.decoder = splits, decoder
+    vocabulary = Vocabulary(tokenizer.to_str().encode(), 0)
+    assert [vocabulary("ab b") for _ in range(20)] == [[3, 2, 1]] * 20
+
+
+def test_the_end_of_an_output_is_none_of_a_vocabularys_ids_where_some_have_no_token(tmp_path: Path) -> None:
+    """A digit may be the end. The token behind the hole, which a model may choose, is not allowed there."""
+    vocabulary = {letter: id for id, letter in enumerate(letters_of_bytes())} | {"xy": 258, "yx": 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    for vocab_size in (259, 320, 330):
+        for needs_all_masks in (True, False):
+            found = Grammars(tmp_path, vocab_size, needs_all_masks=needs_all_masks)
+            digits, more = (found.mask_maker(inference_pb2.Guided(regex=regex)) for regex in ("[0-9]+", "[0-9]+xy"))
+            digit = vocabulary["1"]
+            mask = digits(prompt_len=0)
+            assert mask.surely_allows([], digit)
+            assert not mask.surely_allows([digit], 258)
+            assert more(prompt_len=0).surely_allows([digit], 258)
 
 
 @given(
@@ -498,8 +535,7 @@ def test_the_ids_of_added_tokens_are_the_librarys_whatever_the_file_says(stated:
     vocabulary = Vocabulary(content.encode(), 0)
     end = vocabulary.eos_token_id
     named = {id: vocabulary.tokens[id].decode() for id in vocabulary.special_token_ids}
+    assert end == max([1, *known]) + 1
     assert named == {end: vocabulary_of_grammars.END} | {
-        id: vocabulary_of_grammars.END if id == end else token.content if token.special else f"<[{id}]>"
-        for id, token in known.items()
-        if token.special or id > 1
+        id: token.content if token.special else f"<[{id}]>" for id, token in known.items() if token.special or id > 1
     }
