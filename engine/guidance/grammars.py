@@ -82,7 +82,9 @@ class Grammars:
             try:
                 content = (self._folder / "tokenizer.json").read_bytes()
                 self._tokenizer = Vocabulary(content, self._vocab_size).for_grammars()
-            except Exception as error:  # the libraries raise nothing narrower
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # the libraries raise nothing narrower: a panic is no Exception
                 self._refusal = f"cannot be followed: the model's tokenizer is of another kind: {error}"
                 raise GrammarError(self._refusal) from error
             self._ahead = MasksAhead(self._tokenizer.vocab_size, needs_all=self._needs_all_masks)

@@ -424,12 +424,17 @@ def test_a_hostile_grammar_ends_at_most_its_own_request(format: dict[str, str]) 
     assert engine.outputs[neighbour.id] == engine.expected(neighbour)
 
 
-def test_a_tokenizer_that_grammars_cannot_use_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("no trie"), BaseException("no trie")]
+)  # llguidance's panics are the latter
+def test_a_tokenizer_that_grammars_cannot_use_is_read_once(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = []
 
     def refuse(*arguments: object, **options: object) -> None:
         read.append(arguments)
-        raise ValueError("no trie")
+        raise error
 
     monkeypatch.setattr(vocabulary_of_grammars, "LLTokenizer", refuse)
     fresh = Grammars(resolve("synthetic"), VOCAB_SIZE)
