@@ -34,7 +34,7 @@ LEAST_GROWTH = 1.25  # a step may take this many times its decodes' own time, wh
 PROMPT_WEIGHT = 2.0  # how many slowed decodes a slowed prompt is worth: it also keeps its place in the batch empty
 LOAD_PART = 0.15  # of its decodes' own time, by which a step may grow for blocks from host memory
 FIRST_LOADS = 8  # blocks of a step before any copy has been timed
-ADVANCE_EVERY = 8  # steps: each prompt that has been admitted advances at least once in as many
+ADVANCE_EVERY = 8  # steps: each admitted prompt that loads no blocks any more advances at least once in as many
 OVERTAKING = 64  # how many sequences at the head of the queue a short prompt can overtake
 
 
