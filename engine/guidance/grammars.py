@@ -38,7 +38,8 @@ class Grammars:
         self._needs_all_masks = needs_all_masks
         self._folder = folder
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept
+        self._loading = threading.Lock()  # of the tokenizer, for seconds: `knows` must not wait for it
         self._tokenizer: LLTokenizer | None = None
         self._refusal = ""  # why there will be none: to find out takes up to a second
         self._ahead: MasksAhead | None = None
@@ -58,8 +59,9 @@ class Grammars:
         Takes up to about a second where the grammar is not kept. Raises GrammarError.
         """
         key = guided.SerializeToString(deterministic=True)
-        with self._lock:
+        with self._loading:
             tokenizer = self._load()
+        with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
@@ -75,7 +77,7 @@ class Grammars:
         return partial(GrammarMask, found, tokenizer.eos_token, self._vocab_size, self._ahead)
 
     def _load(self) -> LLTokenizer:
-        """The lock is held. Raises GrammarError if llguidance cannot read the model's tokenizer."""
+        """`_loading` is held. Raises GrammarError if llguidance cannot read the model's tokenizer."""
         if self._refusal:
             raise GrammarError(self._refusal)
         if self._tokenizer is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import numpy as np
 import pytest
@@ -442,6 +444,28 @@ def test_a_tokenizer_that_grammars_cannot_use_is_read_once(
         with pytest.raises(GrammarError, match="of another kind: no trie"):
             fresh.mask_maker(inference_pb2.Guided(regex="a"))
     assert len(read) == 1
+
+
+def test_asking_what_is_compiled_does_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop asks, for each guided request that arrives."""
+    is_read, goes_on = Event(), Event()
+
+    def read(content: bytes, vocab_size: int) -> Vocabulary:
+        is_read.set()
+        assert goes_on.wait(30)
+        return Vocabulary(content, vocab_size)
+
+    monkeypatch.setattr("pagoda_server.engine.guidance.grammars.Vocabulary", read)
+    found, guided = Grammars(resolve("synthetic"), VOCAB_SIZE), inference_pb2.Guided(regex="a")
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.submit(found.mask_maker, guided)
+        assert is_read.wait(30)
+        try:
+            assert threads.submit(found.knows, guided).result(timeout=10) is False
+        finally:
+            goes_on.set()
+        made.result(timeout=30)
+    assert found.knows(guided)
 
 
 def test_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
