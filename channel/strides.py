@@ -21,7 +21,7 @@ _EMPTY = blake2b(digest_size=8)  # copied for each key: to make one takes longer
 _ADAPTED = b"\xff"  # no salt starts with this byte, because it is in no text's UTF-8
 
 
-@lru_cache(maxsize=256)  # most requests have no salt, and to start a SHA-256 takes as long as eight keys
+@lru_cache(maxsize=256)  # most requests have no salt, so they share one root
 def chain_root(salt: str, adapter: bytes = b"") -> bytes:
     """Return where the addresses of a prompt's blocks start. Those of different salts or adapters are never the same.
 

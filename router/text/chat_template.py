@@ -259,7 +259,7 @@ class _TemplateProcess:
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
-            self._process.wait()  # nobody else does where this process then goes on as another program
+            self._process.wait()  # a program that replaces this one in its process would not
 
     def _ask(self, request: bytes) -> bytes:
         if self._is_closed:

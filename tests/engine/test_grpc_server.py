@@ -23,7 +23,7 @@ LENT = Lent(layout=b"layout", bytes_per_block=64, most=1)
 
 
 class Engine:
-    """Sends each router more than it reads, and answers nobody who asks for blocks."""
+    """Sends each router more than it reads, and answers no call for blocks."""
 
     is_leaving = False
 
@@ -50,7 +50,7 @@ async def test_an_engine_that_stops_ends_open_calls_and_logs_no_fault(
     server = GrpcServer(config.listen, cast(EngineServer, engine), 60.0, trust, LENT)
     await server.start()
     async with asyncio.timeout(60), grpc.aio.insecure_channel(config.listen) as channel:
-        connect = engine_pb2_grpc.EngineStub(channel).Connect()  # and nobody reads what it brings
+        connect = engine_pb2_grpc.EngineStub(channel).Connect()  # nothing reads its answers
         await engine.has_router.wait()
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         asked = engine_pb2.FetchRequest(layout=LENT.layout, addresses=[bytes(ADDRESS_BYTES)])
@@ -60,6 +60,6 @@ async def test_an_engine_that_stops_ends_open_calls_and_logs_no_fault(
         await server.stop()
         assert [await watch.code(), await fetch.code()] == [grpc.StatusCode.UNAVAILABLE] * 2
         connect.cancel()
-    gc.collect()  # asyncio logs exceptions that nobody has read when it drops them
+    gc.collect()  # asyncio logs an unread exception when it drops its task
     await asyncio.sleep(0)
     assert not [record for record in caplog.records if record.exc_info]
